@@ -18,7 +18,7 @@ from tests.support.child import simulate
 
 pytestmark = pytest.mark.te
 
-TOKENS, HIDDEN, STREAMS, STEPS, PAGES = 32, 64, 4, 3, 4
+TOKENS, HIDDEN, STEPS, PAGES = 32, 64, 3, 4
 ORDER = (1, 1, -1, 1, -1, -1)
 
 
@@ -36,7 +36,6 @@ def main(shape: str, recipe: str) -> None:
         """One layer of a framework, with one graph for each microbatch."""
 
         capturing, microbatch = False, 0
-        width = HIDDEN
 
         def __init__(self, number: int) -> None:
             super().__init__()
@@ -176,29 +175,6 @@ def main(shape: str, recipe: str) -> None:
         def before_step(self) -> None:
             self.pages.reset()
 
-    class Hyper(Layer):
-        """Hyper-connections: all streams are one input. Outputs are the streams and their mixing weights."""
-
-        width = STREAMS * HIDDEN
-
-        def build(self) -> None:
-            self.mix = torch.nn.Linear(self.width, STREAMS * (STREAMS + 2), **plain)
-            self.project = te.LayerNormLinear(HIDDEN, HIDDEN, **options)
-            self.expert = torch.nn.Linear(HIDDEN, HIDDEN, **plain)
-
-        def part(self, x: torch.Tensor) -> Any:
-            weights, post, mixed = self.mix(x).float().split((STREAMS, STREAMS, STREAMS**2), -1)
-            mixed = mixed.view(-1, STREAMS, STREAMS).softmax(-1)
-            for dim in (-2, -1):
-                mixed = mixed / mixed.sum(dim, keepdim=True)
-            weighted = x.view(TOKENS, STREAMS, HIDDEN) * weights.sigmoid()[..., None].to(x.dtype)
-            return self.project(weighted.sum(1)), x, post.sigmoid(), mixed, None
-
-        def rest(self, x: torch.Tensor, out: Any) -> torch.Tensor:
-            hidden, residual, post, mixed, _ = out
-            streams = mixed.to(x.dtype) @ residual.view(TOKENS, STREAMS, HIDDEN)
-            return (streams + post[..., None].to(x.dtype) * self.expert(hidden)[:, None]).view_as(x)
-
     class Sharded(Layer):
         """Weights gathered before each forward and each backward, into two buffers in turns or into new memory."""
 
@@ -259,7 +235,7 @@ def main(shape: str, recipe: str) -> None:
             self.total.zero_()
             return [grads, self.shard.clone()]
 
-    kinds = {"tail": Tail, "experts": Experts, "stash": Stash, "hyper": Hyper, "sharded": Sharded}
+    kinds = {"tail": Tail, "experts": Experts, "stash": Stash, "sharded": Sharded}
     kind = kinds[shape.partition("-")[0]]
     fp8 = recipe != "bf16"
     in_order = kind is not Experts  # else one graph for all microbatches of a layer
@@ -275,7 +251,7 @@ def main(shape: str, recipe: str) -> None:
         }
         Layer.capturing = True
         samples = [
-            (torch.zeros(TOKENS, kind.width, **plain).requires_grad_(), *layer.inputs())
+            (torch.zeros(TOKENS, HIDDEN, **plain).requires_grad_(), *layer.inputs())
             for _, layer in itertools.product(range(ORDER.count(1) if in_order else 1), layers)
         ]
         runs = te.make_graphed_callables(
@@ -307,7 +283,7 @@ def main(shape: str, recipe: str) -> None:
             for entry in order:
                 if entry > 0:
                     Layer.microbatch = next(microbatches)
-                    x = out = torch.randn(TOKENS, kind.width, **plain).requires_grad_()
+                    x = out = torch.randn(TOKENS, HIDDEN, **plain).requires_grad_()
                     with te.autocast(enabled=fp8, recipe=make_recipe(recipe)):
                         for layer in layers:
                             out = layer(out)
@@ -340,7 +316,6 @@ def main(shape: str, recipe: str) -> None:
         ("tail", "delayed"),
         ("experts", "bf16"),
         ("stash", "bf16"),
-        ("hyper", "bf16"),
         ("sharded-double", "bf16"),
         ("sharded-double-fused", "bf16"),
     ],

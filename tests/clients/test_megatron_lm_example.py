@@ -129,17 +129,6 @@ def test_a_run_that_takes_too_long_is_ended(
     assert "graphs off: took longer than --timeout" in capsys.readouterr().err
 
 
-def test_the_picture_is_drawn_from_recorded_runs(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0))
-    assert (tmp_path / "out" / "megatron.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(sys, "argv", ["example", "--draw", str(tmp_path / "both.png"), f"TE 2.12.0={tmp_path / 'out'}"])
-    assert example.main() == 0
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-
-
 def norms(**changed: float) -> str:
     return f"gradient norms of step 4: {json.dumps({**NORMS, **changed})}"
 

@@ -48,14 +48,6 @@ def rewrite(world: World, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_a_file_rewritten_elsewhere_is_fixed(world: World) -> None:
-    rewrite(world, "return inner(), x", "return inner(), x + 1")
-    world.run("""
-import te_graph_fixes
-assert results() == ("right", 2, "right", 2) and statuses() == APPLIED
-""")
-
-
 def test_a_file_rewritten_after_the_import_affects_the_next_process(world: World) -> None:
     program = """
 import pathlib, te_graph_fixes

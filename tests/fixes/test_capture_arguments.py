@@ -5,22 +5,15 @@ from __future__ import annotations
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from tests.support.child import on_simulator, simulate
+from tests.support.child import START, on_simulator, run_program
 
 pytestmark = pytest.mark.te
 
 GRAPH = Source.installed().module("transformer_engine.pytorch.graph").text
 
 PROGRAM = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
-
 kind, recipe = "KIND", RECIPE
 ORDER, MICROBATCHES = [1, 1, -1, -1], 2
-
-def random():
-    return torch.randn(32, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
 
 def train(graphed):
     torch.manual_seed(1)
@@ -89,19 +82,17 @@ def program(kind: str, recipe: str = "None") -> str:
 @pytest.mark.parametrize("recipe", ["None", "DelayedScaling()"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_eager_training(kind: str, recipe: str) -> None:
-    assert simulate("-c", program(kind, recipe)).strip() == CALLED.get(kind, "[]")
+    assert run_program(program(kind, recipe)).strip() == CALLED.get(kind, "[]")
 
 
 @pytest.mark.parametrize("kind", ["warmup hooks", "capture hooks"])
 def test_what_this_te_lacks_is_refused(kind: str) -> None:
     if kind in KINDS:
         pytest.skip(f"this TransformerEngine has {SINCE[kind]}")
-    assert "unexpected keyword argument" in on_simulator("-c", program(kind)).stderr
+    assert "unexpected keyword argument" in on_simulator("-c", START + program(kind)).stderr
 
 
 IN_INFERENCE_MODE = """
-import te_graph_fixes, torch
-import transformer_engine.pytorch as te
 layer = te.Linear(32, 32, device="cuda")
 with torch.inference_mode():
     sample, x = torch.randn(2, 32, 32, device="cuda")
@@ -112,4 +103,4 @@ with torch.inference_mode():
 
 
 def test_modules_in_training_are_captured_in_inference_mode() -> None:
-    simulate("-c", IN_INFERENCE_MODE)
+    run_program(IN_INFERENCE_MODE)

@@ -6,15 +6,11 @@ import json
 
 import pytest
 
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
 EVALUATION = """
-import json
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
 from tests.verify.driver.comparison import error
 from tests.verify.driver.setting import make_recipe
 
@@ -64,25 +60,20 @@ WITHOUT_SCALES = [["delayed", False, False], ["delayed", False, True]]
 
 def test_a_capture_for_evaluation_runs_each_forward_once() -> None:
     program = f"CASES = {RUN_AS_ASKED}{EVALUATION}"
-    assert json.loads(simulate("-c", program)) == [[0.0, 1, 0.0]] * 6
-    assert json.loads(simulate("-c", program, TE_GRAPH_FIXES="off")) == [[0.0, 1, 0.0]] * 6
+    assert json.loads(run_program(program)) == [[0.0, 1, 0.0]] * 6
+    assert json.loads(run_program(program, TE_GRAPH_FIXES="off")) == [[0.0, 1, 0.0]] * 6
 
 
 def test_a_module_of_delayed_scaling_without_scales_is_warmed_up() -> None:
     program = f"CASES = {WITHOUT_SCALES}{EVALUATION}"
-    assert [error for error, *_ in json.loads(simulate("-c", program))] == [0.0, 0.0]
-    errors = [error for error, *_ in json.loads(simulate("-c", program, TE_GRAPH_FIXES="off"))]
+    assert [error for error, *_ in json.loads(run_program(program))] == [0.0, 0.0]
+    errors = [error for error, *_ in json.loads(run_program(program, TE_GRAPH_FIXES="off"))]
     assert errors[0] == 0.0
     assert errors[1] > 0.05
 
 
 TRAINING = """
-import json
-import random
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
+import random as numbers
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -91,7 +82,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+        self.linear = linear()
         self.register_buffer("count", torch.zeros(1, device="cuda"))
         self.register_buffer("mean", torch.zeros(32, device="cuda"))  # as in BatchNorm
         self.register_buffer("last", None)
@@ -99,7 +90,7 @@ class Layer(torch.nn.Module):
     def forward(self, x):
         if self.in_warmup and not torch.cuda.is_current_stream_capturing():
             self.last = x.detach()
-            random.random(), torch.rand(1, device="cpu")
+            numbers.random(), torch.rand(1, device="cpu")
         y = self.linear(x) + self.count.bfloat16()
         self.count.add_(1)
         self.mean.lerp_(y.detach().float().mean(0), 0.1)
@@ -107,20 +98,20 @@ class Layer(torch.nn.Module):
 
 def train(graph, enabled, is_training):
     torch.manual_seed(1)
-    random.seed(1)
+    numbers.seed(1)
     layer = Layer().train(is_training)
     run, options = layer, {"enabled": enabled, "recipe": RECIPE}
     if graph:
-        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        state = random.getstate(), torch.get_rng_state()
+        x = random(16, 32)
+        state = numbers.getstate(), torch.get_rng_state()
         layer.in_warmup = True
         run = te.make_graphed_callables(layer, (x,), num_warmup_iters=0, **options)
         layer.in_warmup = False
-        assert (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+        assert (numbers.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
         assert layer.last is None
     torch.manual_seed(2)
     for _ in range(3):
-        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        x = random(16, 32)
         with te.autocast(**options), torch.set_grad_enabled(is_training):
             y = run(x)
         yield from (y, layer.count, layer.mean)
@@ -132,10 +123,9 @@ def train(graph, enabled, is_training):
         layer.zero_grad()
 
 for case in ((False, True), (True, True), (True, False)):
-    eager, graph = ([t.detach().clone().float() for t in train(graphed, *case)] for graphed in (False, True))
-    print([bool((a == b).all()) for a, b in zip(eager, graph, strict=True)].count(False))
+    compare(train, *case)
 """
 
 
 def test_a_warmup_that_was_not_requested_leaves_no_trace() -> None:
-    assert simulate("-c", TRAINING).splitlines()[-3:] == ["0"] * 3
+    run_program(TRAINING)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.child import measured, simulate
+from tests.support.child import measured, run_program
 from tests.support.published import TE
 
 pytestmark = pytest.mark.te
@@ -97,69 +97,7 @@ def test_without_the_skip_flag_the_reset_stays(tried_te: TE) -> None:
     assert lost(found["measures"])
 
 
-SLOTS = """
-import ast, inspect, textwrap, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch import graph
-from transformer_engine.pytorch.module import grouped_linear
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-
-tree = ast.parse(textwrap.dedent(inspect.getsource(grouped_linear._GroupedLinear.forward)))
-names = next([each.id for each in node.targets[0].elts] for node in ast.walk(tree)
-             if isinstance(node, ast.Assign) and ast.unparse(node.value) == "non_tensor_args")
-seen = []
-
-def record(*arguments):
-    found = next(each for each in arguments if isinstance(each, tuple) and len(each) == len(names))
-    seen.append(dict(zip(names, found)))
-    raise StopIteration
-
-grouped_linear._GroupedLinear.apply = record
-grouped_linear._GroupedLinear.forward = lambda context, *arguments: record(*arguments)
-module = te.GroupedLinear(2, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda")
-x = torch.randn(32, 16, dtype=torch.bfloat16)
-state = getattr(Manager, "quantization_state", Manager)
-flag = torch.ones(1)
-for capturing in ("", "torch", "TE"):
-    Manager.fp8_graph_capturing = classmethod(lambda cls, capturing=capturing: bool(capturing))
-    graph.is_graph_capturing = lambda capturing=capturing: capturing == "TE"
-    for tensor in (flag, None):
-        for first in (None, True, False):
-            for grad in (True, False):
-                state.skip_fp8_weight_update_tensor = tensor
-                try:
-                    with torch.set_grad_enabled(grad):
-                        module(x, [16, 16], is_first_microbatch=first)
-                except StopIteration:
-                    pass
-                passed = seen.pop()
-                reads = capturing in CAPTURES and tensor is not None
-                assert passed["skip_fp8_weight_update"] is (tensor if reads else None), (capturing, first, passed)
-                assert passed["is_first_microbatch"] is (False if reads else first), (capturing, first, passed)
-assert not seen
-"""
-
-
-def slots(te: TE) -> str:
-    """Return the program with the captures that read the flag: on a fixed TE, also `torch.cuda.graph`'s."""
-    return f"CAPTURES = {('TE',) if SKIP_FLAG in te.needed else ('torch', 'TE')}{SLOTS}"
-
-
-def test_the_flag_is_read_only_in_a_capture_with_cached_weights(tried_te: TE) -> None:
-    simulate("-c", slots(tried_te), path=tried_te.path)
-
-
-def test_without_the_fix_the_flag_is_not_read(tried_te: TE) -> None:
-    tried_te.require(SKIP_FLAG)
-    with pytest.raises(AssertionError, match="'skip_fp8_weight_update': None"):
-        simulate("-c", slots(tried_te), path=tried_te.path, TE_GRAPH_FIXES="off")
-
-
 ACCESS = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
-
 Manager.reset()
 assert Manager.get_skip_fp8_weight_update_tensor() is None
 Manager.set_skip_fp8_weight_update_tensor(True)
@@ -173,10 +111,10 @@ assert Manager.get_skip_fp8_weight_update_tensor() is None
 
 
 def test_the_accessors_of_the_flag(tried_te: TE) -> None:
-    simulate("-c", ACCESS, path=tried_te.path)
+    run_program(ACCESS, path=tried_te.path)
 
 
 def test_without_the_fix_they_are_missing(tried_te: TE) -> None:
     tried_te.require(ACCESSORS)
     with pytest.raises(AssertionError, match="has no attribute 'get_skip_fp8_weight_update_tensor'"):
-        simulate("-c", ACCESS, path=tried_te.path, TE_GRAPH_FIXES="off")
+        run_program(ACCESS, path=tried_te.path, TE_GRAPH_FIXES="off")

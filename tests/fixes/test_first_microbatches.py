@@ -11,24 +11,20 @@ import pytest
 from te_graph_fixes.decision import verdicts
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Status
-from tests.support.child import simulate
+from tests.support.child import require_wrong, run_program
 from tests.support.published import VERSIONS, copy_of, source
 
 pytestmark = pytest.mark.te
 
 MARKED_AFTERWARDS = """
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
-from tests.verify.driver.comparison import error
 from tests.verify.driver.setting import make_recipe
 
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.linear = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-        self.other = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        self.linear = linear(64, bias=False)
+        self.other = linear(64, bias=False)
         self.is_first_microbatch = True
 
     def forward(self, x):
@@ -36,36 +32,34 @@ class Layer(torch.nn.Module):
         self.is_first_microbatch = False
         return out
 
-found = []
-for graphed in (False, True):
+def train(graphed):
     layer, recipe = Layer(), make_recipe("delayed")
-    x = torch.randn(5, 64, 64, dtype=torch.bfloat16, device="cuda") * torch.arange(1, 6, device="cuda").view(5, 1, 1)
+    x = random(5, 64, 64, grad=False) * torch.arange(1, 6, device="cuda").view(5, 1, 1)
     if graphed:
         te.make_graphed_callables(layer, (x[0].clone().requires_grad_(),), enabled=True, recipe=recipe)
-    outputs = []
     for step in range(3):
         for microbatch in x:
             with te.autocast(enabled=True, recipe=recipe):
                 out = layer(microbatch.clone().requires_grad_())
             out.backward(microbatch)
-            outputs.append(out.detach().clone())
+            yield out
         layer.is_first_microbatch = True
         with torch.no_grad():
             for weight in layer.parameters():
                 weight.sub_(0.01 * weight.grad.sign())
                 weight.grad = None
-    found.append(outputs)
-print(error(*found))
+
+compare(train)
 """
 
 
 def test_marks_that_are_set_after_a_step_count_for_marked_modules_alone() -> None:
     """A capture does not consume the first mark, and a module without marks caches no weights."""
-    assert float(simulate("-c", MARKED_AFTERWARDS)) == 0.0
+    run_program(MARKED_AFTERWARDS)
 
 
 def test_without_the_fix_marks_are_lost() -> None:
-    assert float(simulate("-c", MARKED_AFTERWARDS, TE_GRAPH_FIXES_DISABLE="stale-fp8-weights")) > 0.01
+    require_wrong(MARKED_AFTERWARDS, without="stale-fp8-weights")
 
 
 OF_A_CLASS = (
@@ -82,20 +76,16 @@ OF_A_CLASS = (
 
 
 def test_a_mark_of_a_class_is_read_at_each_replay() -> None:
-    assert float(simulate("-c", OF_A_CLASS)) == 0.0
+    run_program(OF_A_CLASS)
 
 
 OWN_CACHES = """
-import json
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
 from tests.verify.driver.comparison import error
 from tests.verify.driver.setting import make_recipe
 
 GPU = {"params_dtype": torch.bfloat16, "device": "cuda"}
 KINDS = {
-    "linear": lambda: te.Linear(64, 64, bias=False, **GPU),
+    "linear": lambda: linear(64, bias=False),
     "layernorm_linear": lambda: te.LayerNormLinear(64, 64, bias=False, **GPU),
     "layernorm_mlp": lambda: te.LayerNormMLP(64, 64, bias=False, **GPU),
     "grouped_linear": lambda: te.GroupedLinear(2, 64, 64, bias=False, **GPU),
@@ -134,7 +124,7 @@ class Renamed(Policy):
 def outputs(of, kind, warmup, graphed):
     policy, recipe = of(kind).eval(), make_recipe("current")
     torch.manual_seed(2)
-    x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda")
+    x = random(64, 64, grad=False)
     found = []
     with torch.no_grad():
         if of is not Renamed:
@@ -158,28 +148,23 @@ print(json.dumps([error(outputs(*case, False), outputs(*case, True)) for case in
 
 def test_modules_that_keep_weights_of_an_earlier_call_keep_them_in_a_graph() -> None:
     """A module that always passes False is correct without a fix. A module with a mark, or that passes both, is not."""
-    errors = json.loads(simulate("-c", OWN_CACHES))
+    errors = json.loads(run_program(OWN_CACHES))
     assert errors == [0.0] * 7
 
 
 def test_only_modules_that_always_pass_the_same_are_right_without_the_fix() -> None:
-    *same, _, renamed = json.loads(simulate("-c", OWN_CACHES, TE_GRAPH_FIXES="off"))
+    *same, _, renamed = json.loads(run_program(OWN_CACHES, TE_GRAPH_FIXES="off"))
     assert same == [0.0] * 5
     assert renamed > 1
 
 
 FILLS = """
-import json
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 from tests.verify.driver.setting import make_recipe
 
 recipe = make_recipe("current")
-layers = tuple(te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(6))
-eager = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
-x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+layers = tuple(linear(64) for _ in range(6))
+eager = linear(64)
+x = random(64, 64)
 options = {"enabled": True, "recipe": recipe, "cache_quantized_params": True}
 if TOGETHER:
     te.make_graphed_callables(layers, ((x,),) * 6, **options)
@@ -204,27 +189,23 @@ print(json.dumps(fills))
 @pytest.mark.parametrize("together", [True, False])
 def test_graphs_fill_the_shared_skip_flag_once_in_an_autocast(together: bool) -> None:
     program = f"TOGETHER, EAGER, OFF = {together}, False, False{FILLS}"
-    assert json.loads(simulate("-c", program)) == [1, 1, 1, 1]
-    assert json.loads(simulate("-c", program, TE_GRAPH_FIXES="off")) == [1, 1, 1, 1]
+    assert json.loads(run_program(program)) == [1, 1, 1, 1]
+    assert json.loads(run_program(program, TE_GRAPH_FIXES="off")) == [1, 1, 1, 1]
 
 
 def test_behind_an_eager_module_graphs_fill_the_flag_once_instead_of_never() -> None:
-    assert json.loads(simulate("-c", f"TOGETHER, EAGER, OFF = True, True, False{FILLS}")) == [1, 1, 1, 1]
-    off = simulate("-c", f"TOGETHER, EAGER, OFF = True, True, True{FILLS}", TE_GRAPH_FIXES="off")
+    assert json.loads(run_program(f"TOGETHER, EAGER, OFF = True, True, False{FILLS}")) == [1, 1, 1, 1]
+    off = run_program(f"TOGETHER, EAGER, OFF = True, True, True{FILLS}", TE_GRAPH_FIXES="off")
     assert json.loads(off) == [0, 0, 0, 0]
 
 
 IN_ANOTHER_THREAD = """
-import threading
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
 from tests.verify.driver.comparison import error
 from tests.verify.driver.setting import make_recipe
 
 recipe = make_recipe("current")
-other = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-x = torch.randn(64, 64, dtype=torch.bfloat16, device="cuda")
+other = linear(64, bias=False)
+x = random(64, 64, grad=False)
 found = []
 
 def infer(first):
@@ -256,7 +237,7 @@ print(error([found[0]] * 2, found[1:]))
 
 
 def test_an_eager_module_in_another_thread_keeps_its_weights_during_a_capture() -> None:
-    assert float(simulate("-c", IN_ANOTHER_THREAD)) == 0.0
+    assert float(run_program(IN_ANOTHER_THREAD)) == 0.0
 
 
 STATE = "FP8GlobalStateManager.quantization_state"
@@ -300,20 +281,17 @@ def test_a_flag_that_is_read_by_its_accessor_is_recognized(tmp_path: Path) -> No
 
 def test_the_fixes_work_where_the_flag_is_of_one_capture(tmp_path: Path) -> None:
     path = with_flag_of_one_capture(tmp_path)
-    assert json.loads(simulate("-c", OWN_CACHES, path=path)) == [0.0] * 7
-    assert json.loads(simulate("-c", f"TOGETHER, EAGER, OFF = True, True, False{FILLS}", path=path)) == [1, 1, 1, 1]
+    assert json.loads(run_program(OWN_CACHES, path=path)) == [0.0] * 7
+    assert json.loads(run_program(f"TOGETHER, EAGER, OFF = True, True, False{FILLS}", path=path)) == [1, 1, 1, 1]
 
 
 KINDS_OF_MARKS = """
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
 from tests.verify.driver.setting import make_recipe
 
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        self.linear = linear(bias=False)
 
     def forward(self, x):
         return self.linear(x, is_first_microbatch=self.is_first_microbatch)
@@ -383,7 +361,7 @@ def outputs(kind, graph):
     torch.manual_seed(1)
     layer, recipe = kind().eval(), make_recipe("current")
     with torch.no_grad():
-        x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda")
+        x = random(16, 32, grad=False)
         layer.mark(True)
         with te.autocast(enabled=True, recipe=recipe):
             layer(x)
@@ -403,22 +381,17 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 
 
 def test_marks_are_restored_in_the_place_that_holds_them() -> None:
-    found = simulate("-c", KINDS_OF_MARKS).splitlines()[-7:]
+    found = run_program(KINDS_OF_MARKS).splitlines()[-7:]
     assert [line.split()[1] for line in found] == ["True"] * 7, found
 
 
 OVERWRITES = """
-import torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
-
 class Layer(torch.nn.Module):
     is_first_microbatch = True
 
     def __init__(self):
         super().__init__()
-        options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
-        self.linear = te.Linear(32, 32, fuse_wgrad_accumulation=True, **options)
+        self.linear = linear(bias=False, fuse_wgrad_accumulation=True)
         self.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
 
     def forward(self, x):
@@ -428,7 +401,7 @@ def train(graph, captured, marks):
     torch.manual_seed(1)
     layer = Layer()
     layer.is_first_microbatch = captured
-    x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    x = random(16, 32)
     run = te.make_graphed_callables(layer, (x.detach().clone().requires_grad_(),)) if graph else layer
     for layer.is_first_microbatch in marks:
         run(x).sum().backward()
@@ -440,11 +413,12 @@ def train(graph, captured, marks):
 
 for captured, marks in ((True, [True, True]), (False, [True, False]), (True, [True, False])):
     try:
-        print(all(map(torch.equal, train(False, captured, marks), train(True, captured, marks))))
+        compare(train, captured, marks)
+        print("equal")
     except RuntimeError as error:
         print("captured with is_first_microbatch=True and is replayed with False" in str(error), "raises")
 """
 
 
 def test_a_graph_that_overwrites_main_grad_refuses_later_microbatches() -> None:
-    assert simulate("-c", OVERWRITES).splitlines()[-3:] == ["True", "True", "True raises"]
+    assert run_program(OVERWRITES).splitlines()[-3:] == ["equal", "equal", "True raises"]

@@ -6,13 +6,11 @@ import json
 
 import pytest
 
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
 PROGRAM = """
-import json, te_graph_fixes, torch, transformer_engine.pytorch as te
-
 class Layer(torch.nn.Module):
     def __init__(self, layer, *splits):
         super().__init__()
@@ -20,9 +18,6 @@ class Layer(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x, *self.splits)
-
-def sample():
-    return torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
 
 def marks(kind, delay, graphed):
     is_grouped = kind == "GroupedLinear"
@@ -34,11 +29,11 @@ def marks(kind, delay, graphed):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = parameter is parameters[-1]
     if graphed:
-        te.make_graphed_callables(run, (sample(),), allow_unused_input=True)
+        te.make_graphed_callables(run, (random(16, 32),), allow_unused_input=True)
         assert parameters[-1].grad_added_to_main_grad
     seen = []
     for _ in range(3):
-        for act in (lambda: run(sample()).sum().backward(), (run if graphed else layer).backward_dw):
+        for act in (lambda: run(random(16, 32)).sum().backward(), (run if graphed else layer).backward_dw):
             for parameter in parameters:
                 parameter.grad_added_to_main_grad = False
             if delay or len(seen) % 2 == 0:
@@ -53,7 +48,7 @@ print(json.dumps([[marks(*each, graphed) for graphed in (False, True)] for each 
 
 
 def test_a_replay_sets_the_marks_of_an_eager_backward() -> None:
-    found = json.loads(simulate("-c", PROGRAM, TE_GRAPH_FIXES="on").splitlines()[-1])
+    found = json.loads(run_program(PROGRAM, TE_GRAPH_FIXES="on").splitlines()[-1])
     assert len(found) == 8
     for eager, graphed in found:
         assert any(map(any, eager))
@@ -61,5 +56,5 @@ def test_a_replay_sets_the_marks_of_an_eager_backward() -> None:
 
 
 def test_without_the_fix_a_replay_sets_no_mark() -> None:
-    found = json.loads(simulate("-c", PROGRAM, TE_GRAPH_FIXES_DISABLE="grad-added-mark").splitlines()[-1])
+    found = json.loads(run_program(PROGRAM, TE_GRAPH_FIXES_DISABLE="grad-added-mark").splitlines()[-1])
     assert not any(any(map(any, graphed)) for _, graphed in found)

@@ -6,17 +6,16 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, count
+from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.support.graph_order import DGRAD, FORWARD, WGRAD, Entry, Plan, parse
 from tests.support.legal_orders import NAMED, changed_order, legal, random_order
 
-SLOW = settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CHOICES = st.integers(0, 2**32).map(random.Random)
 ADDRESSES = count(1)
 
@@ -167,13 +166,6 @@ def test_plans(order: list[float], choices: random.Random) -> None:
     check_all(order, choices)
 
 
-@pytest.mark.slow
-@given(orders(), CHOICES)
-@SLOW
-def test_many_plans(order: list[float], choices: random.Random) -> None:
-    check_all(order, choices)
-
-
 @given(orders(wgrads=False), st.integers(1, 3), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_whole_number_orders_are_as_in_te(order: list[float], layers: int, delays: bool) -> None:
@@ -199,24 +191,10 @@ def test_named_orders_are_legal(order: list[float]) -> None:
     check_all(order, random.Random(1))
 
 
-def test_wgrads_are_counted_on_their_own() -> None:
-    plan = plan_of([1, 1, -1, -1, -1.5, -1.5])
-    assert [plan.index(position, 0) for position in (4, 5)] == [0, 1]
-    assert [list(plan.backward(position, {0: True, 1: True})) for position in (3, 4)] == [[(0, False)], [(0, True)]]
-
-
 def test_wgrad_that_no_module_delays() -> None:
     plan = plan_of([1, -1, -1.5])
     with pytest.raises(RuntimeError, match=r"_order\[2\] is a wgrad, but no module of chunk 1 in training mode delays"):
         list(plan.backward(2, {0: False}))
-
-
-def test_a_sample_that_two_microbatches_share_is_copied_for_the_second() -> None:
-    one, constant = Tensor(), Tensor(requires_grad=False)
-    found = assign(plan_of([1, -1, 1, -1.5, -1, -1.5]), [[one, constant], [one, constant]], reuse=False)
-    assert found[0] == [one, constant]
-    assert found[1][0].address != one.address
-    assert found[1][1].address != constant.address
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -243,18 +221,6 @@ def test_different_constants_stay_apart(reuse: bool) -> None:
     assert [sample[1].address for sample in found] == [sample[1].address for sample in samples]
 
 
-@pytest.mark.parametrize("handed_on", [[0, 1, 0, 1], [0, 0, 0, 0]])
-def test_inputs_without_a_gradient_that_the_caller_hands_on_stay_apart(handed_on: list[int]) -> None:
-    """The caller reuses them after the dgrad, but the wgrad reads them, too. They are not constants."""
-    given = [[Tensor(), Tensor(requires_grad=False)] for _ in range(2)]
-    plan = plan_of([1, 1, -1, 1, -1.5, -1, 1, -1.5, -1, -1.5, -1, -1.5])
-    found = assign(plan, [given[number] for number in handed_on], False)
-    forwards = [(i, entry.last_read) for i, entry in enumerate(plan.entries) if entry.kind == FORWARD]
-    for (sample, (start, end)), (other, (other_start, _)) in combinations(zip(found, forwards, strict=True), 2):
-        assert start < other_start
-        assert not other_start < end or not {t.address for t in sample} & {t.address for t in other}
-
-
 @pytest.mark.parametrize("reuse", [False, True])
 def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
     args = [(Tensor(),), (Tensor(),)]
@@ -262,13 +228,6 @@ def test_reused_samples_leave_the_callers_list(reuse: bool) -> None:
     found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(given, [{}, {}], reuse, flatten, unflatten)
     assert found == [args[0], args[0 if reuse else 1]]
     assert given == (found if reuse else args)
-
-
-def test_one_tensor_twice_does_not_serve_for_two() -> None:
-    one = Tensor()
-    args = [(one, one), (Tensor(), Tensor())]
-    found, _ = plan_of([1, -1, -1.5, 1, -1, -1.5]).assign_inputs(list(args), [{}, {}], True, flatten, unflatten)
-    assert found == args
 
 
 def test_chunks_may_be_empty() -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
 PROGRAM = """
-import itertools, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
 def random():
     return torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
@@ -56,10 +52,9 @@ all_enabled = [*itertools.product((True, False), repeat=3)]
 if kind == "checkpoint":
     all_enabled = [enabled for enabled in all_enabled if enabled[1] or not enabled[2]]
 for enabled in all_enabled:
-    eager, graphed = train(False, kind, enabled, recipe), train(True, kind, enabled, recipe)
-    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager), enabled
+    compare(train, kind, enabled, recipe)
 
-layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+layer = linear()
 try:
     te.make_graphed_callables((layer, layer), ((random(),), (random(),)), enabled=(True, False))
 except ValueError as error:
@@ -82,4 +77,4 @@ def test_a_module_in_a_captured_module_runs_in_the_autocast_of_its_caller(kind: 
     graph = Source.installed().module("transformer_engine.pytorch.graph").text
     if kind == "checkpoint" and "torch.autograd.grad(" in graph:
         pytest.skip("this TransformerEngine cannot capture a te.checkpoint")
-    simulate("-c", PROGRAM.replace("KIND", repr(kind)).replace("RECIPE", recipe))
+    run_program(PROGRAM.replace("KIND", repr(kind)).replace("RECIPE", recipe))

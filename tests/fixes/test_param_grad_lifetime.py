@@ -6,12 +6,11 @@ The cases of `verify` say that the values are right.
 from __future__ import annotations
 
 import json
-from unittest.mock import Mock, patch
 
 import pytest
 
 from tests.support import published
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
@@ -22,40 +21,31 @@ VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
 """Biases and norm weights, which one kernel copies."""
 
 
+COPIES = """
+from unittest.mock import Mock, patch
+
+copies = []
+for fused in (False, True):
+    sizes = (128, 256) if KIND == "LayerNormMLP" else (128, 128)
+    options = {"bias": True, "fuse_wgrad_accumulation": fused, "params_dtype": torch.bfloat16, "device": "cuda"}
+    module = getattr(te, KIND)(*sizes, **options)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+    sample = random(32, 128)
+    out = te.make_graphed_callables(module, (sample,))(sample)
+    clone, cat = Mock(side_effect=torch.Tensor.clone), Mock(side_effect=torch.cat)
+    with patch.object(torch.Tensor, "clone", lambda tensor: clone(tensor)), patch("torch.cat", cat):
+        out.backward(torch.ones_like(out))
+    of_grads = [call for call in cat.call_args_list if call.args[0][0].dtype == torch.bfloat16]
+    copies.append(clone.call_count + len(of_grads))
+print(json.dumps(copies))
+"""
+"""Prints the copies at a replay: of plain grads, and beside fused wgrads."""
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
-    plain, fused = json.loads(simulate(__file__, kind, TE_GRAPH_FIXES=FIX).splitlines()[-1])
+    plain, fused = json.loads(run_program(f"KIND = {kind!r}{COPIES}", TE_GRAPH_FIXES=FIX))
     assert plain == WEIGHTS[kind] + (1 if NEEDED else VECTORS[kind])
     assert fused == 1 or not NEEDED, "TE 2.19 and later copy the dummies of fused wgrads"
-
-
-def main(kind: str) -> None:
-    """Print the numbers of copies at a replay, without and with fused wgrads."""
-    import torch
-    import transformer_engine.pytorch as te
-
-    import te_graph_fixes  # noqa: F401
-
-    copies = []
-    for fused in (False, True):
-        sizes = (128, 256) if kind == "LayerNormMLP" else (128, 128)
-        module = getattr(te, kind)(
-            *sizes, bias=True, fuse_wgrad_accumulation=fused, params_dtype=torch.bfloat16, device="cuda"
-        )
-        for parameter in module.parameters():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-            parameter.grad_added_to_main_grad = False
-        sample = torch.randn(32, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        out = te.make_graphed_callables(module, (sample,))(sample)
-        clone, cat = Mock(side_effect=torch.Tensor.clone), Mock(side_effect=torch.cat)
-        with patch.object(torch.Tensor, "clone", lambda tensor, clone=clone: clone(tensor)), patch("torch.cat", cat):
-            out.backward(torch.ones_like(out))
-        of_grads = [call for call in cat.call_args_list if call.args[0][0].dtype == torch.bfloat16]
-        copies.append(clone.call_count + len(of_grads))
-    print(json.dumps(copies))
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1])

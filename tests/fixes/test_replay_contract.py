@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.child import on_simulator, simulate
+from tests.support.child import START, on_simulator, run_program, simulate
 from tests.verify.cases import CASES
 
 pytestmark = pytest.mark.te
@@ -89,17 +89,14 @@ def test_without_the_fixes_it_is_wrong_without_a_word(case: str) -> None:
 
 
 RELEASED = """
-import gc, weakref, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
 def layers(number):
-    made = [te.Linear(32, 32, fuse_wgrad_accumulation=True, bias=False, device="cuda") for _ in range(number)]
+    made = [linear(fuse_wgrad_accumulation=True, bias=False) for _ in range(number)]
     for layer in made:
         layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
-    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in made)
+    samples = tuple((random(),) for _ in made)
     te.make_graphed_callables(tuple(made), samples, pool=pool, allow_unused_input=True)
     for _ in range(2):
-        x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+        x = random()
         for layer in made:
             x = layer(x)
         x.sum().backward()
@@ -119,12 +116,10 @@ print(found == {id(kept.weight), id(beside.weight)})
 
 def test_nothing_is_kept_alive() -> None:
     """A replaced ``main_grad`` is freed. After ``reset()``, only the weights of other callables are referenced."""
-    assert simulate("-c", RELEASED).splitlines() == ["True", "True"]
+    assert run_program(RELEASED).splitlines() == ["True", "True"]
 
 
 WITHOUT_A_GRAPH = """
-import contextlib
-import torch, te_graph_fixes
 from transformer_engine.pytorch import graph
 
 torch.cuda.graph = lambda *args, **kwargs: contextlib.nullcontext()
@@ -135,13 +130,10 @@ with graph._graph_context_wrapper():
 
 def test_a_context_without_a_graph_is_given_no_place() -> None:
     """TE's own tests request the context of a capture in this way."""
-    assert simulate("-c", WITHOUT_A_GRAPH) == "captured\n"
+    assert run_program(WITHOUT_A_GRAPH) == "captured\n"
 
 
 OTHER_SHAPE = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
 layer = te.TransformerLayer(64, 64, 2, layer_number=3, self_attn_mask_type="no_mask", device="cuda")
 x = torch.zeros(16, 2, 64, device="cuda", requires_grad=True)
 graphed = te.make_graphed_callables(layer, (x,))
@@ -153,19 +145,16 @@ except ValueError as error:
 
 
 def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
-    error = simulate("-c", OTHER_SHAPE)
+    error = run_program(OTHER_SHAPE)
     assert error.startswith("The graph of TransformerLayer, layer 3, was captured for positional arguments")
     assert error.endswith("shapes [(8, 2, 64)]. Pass arguments like the sample arguments, or capture again.\n")
 
 
 REPLACED_EMPTY = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
 class WithAdapters(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.adapters = te.Linear(32, 32, device="cuda"), torch.nn.ModuleList()
+        self.linear, self.adapters = linear(), torch.nn.ModuleList()
 
     def forward(self, x):
         x = self.linear(x)
@@ -173,9 +162,9 @@ class WithAdapters(torch.nn.Module):
             x = adapter(x)
         return x
 
-module, x = WithAdapters(), torch.zeros(32, 32, device="cuda", requires_grad=True)
+module, x = WithAdapters(), random()
 graphed = te.make_graphed_callables(module, (x,))
-module.adapters = torch.nn.ModuleList([te.Linear(32, 32, device="cuda")])
+module.adapters = torch.nn.ModuleList([linear()])
 try:
     graphed(x)
 except RuntimeError as error:
@@ -184,24 +173,12 @@ except RuntimeError as error:
 
 
 def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
-    assert simulate("-c", REPLACED_EMPTY).startswith(
-        "callable 0 (WithAdapters): a module (adapters) was added, replaced"
-    )
+    assert run_program(REPLACED_EMPTY).startswith("callable 0 (WithAdapters): a module (adapters) was added, replaced")
 
 
 ONCE_MORE = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from torch.utils.checkpoint import checkpoint
-
-def new_input():
-    return torch.randn(32, 32, device="cuda", requires_grad=True)
-
-def new_layer():
-    return te.Linear(32, 32, device="cuda")
-
 def captured(module):
-    return te.make_graphed_callables(module, (new_input(),))
+    return te.make_graphed_callables(module, (random(),))
 
 def in_checkpoint(function, *inputs):
     return checkpoint(function, *inputs, use_reentrant=False)
@@ -209,7 +186,7 @@ def in_checkpoint(function, *inputs):
 class Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = new_layer(), new_layer()
+        self.first, self.second = linear(), linear()
         self.second.weight = self.first.weight
 
     def forward(self, x):
@@ -218,8 +195,8 @@ class Tied(torch.nn.Module):
 class OwnParameter(torch.nn.Parameter):
     pass
 
-x, y, other = new_input(), new_input(), new_input()
-layer = new_layer()
+x, y, other = random(), random(), random()
+layer = linear()
 graph = captured(layer)
 {}
 """
@@ -244,8 +221,8 @@ torch.autograd.grad(in_checkpoint(lambda y: graph(y) * other, y).sum(), other)
 first.sum().backward()
 """
 ONE_BEHIND_ANOTHER_IS_RECOMPUTED = """
-layers = new_layer(), new_layer()
-te.make_graphed_callables(layers, ((new_input(),), (new_input(),)))
+layers = linear(), linear()
+te.make_graphed_callables(layers, ((random(),), (random(),)))
 layers[1](layers[0](x)).sum().backward()
 output = layers[1](layers[0](x)).clone()
 in_checkpoint(lambda y, output: (layers[1](y).detach() * output).sin(), y, output).sum().backward()
@@ -253,11 +230,11 @@ in_checkpoint(lambda y, output: (layers[1](y).detach() * output).sin(), y, outpu
 TIED = """
 layer = Tied()
 graph = captured(layer)
-layer.second.weight = new_layer().weight
+layer.second.weight = linear().weight
 graph(x)
 """
 OF_ANOTHER_CLASS = """
-layer = torch.nn.Linear(32, 32, device="cuda")
+layer = torch.nn.Linear(32, 32, **BF16)
 layer.weight = OwnParameter(layer.weight.data)
 graph = captured(layer)
 layer.weight.data = layer.weight.data.clone()
@@ -278,14 +255,14 @@ graph(x)
     ],
 )
 def test_such_a_program_raises(program: str, error: str) -> None:
-    done = on_simulator("-c", ONCE_MORE.format(program))
+    done = on_simulator("-c", START + ONCE_MORE.format(program))
     assert "RuntimeError" in done.stderr
     assert error in done.stderr
 
 
 IN_A_LATER_STEP = """
-layers = [new_layer() for _ in range(2)]
-te.make_graphed_callables(tuple(layers), tuple((new_input(),) for _ in layers))
+layers = [linear() for _ in range(2)]
+te.make_graphed_callables(tuple(layers), tuple((random(),) for _ in layers))
 
 def grads(in_checkpoint):
     for layer in layers:
@@ -322,17 +299,14 @@ del torch._C._autograd._top_saved_tensors_default_hooks
 
 @pytest.mark.parametrize("before", ["", pytest.param(ON_AN_OLDER_TORCH, id="torch before 2.8")])
 def test_two_checkpoints_around_one_graph_are_right(before: str) -> None:
-    assert simulate("-c", before + ONCE_MORE.format(TWO_CHECKPOINTS), imported=()) == "True\n"
+    assert simulate("-c", before + START + ONCE_MORE.format(TWO_CHECKPOINTS), imported=()) == "True\n"
 
 
 def test_a_checkpoint_that_first_comes_in_a_later_step_is_right() -> None:
-    assert simulate("-c", ONCE_MORE.format(IN_A_LATER_STEP)) == "True\n"
+    assert run_program(ONCE_MORE.format(IN_A_LATER_STEP)) == "True\n"
 
 
 LATER = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
 def move(layers):
     for layer in layers:
         layer.weight.data = layer.weight.data.clone()
@@ -342,7 +316,7 @@ def move_main_grad(layer):
 
 def forward(first):
     kwargs = {} if first is None else {"is_first_microbatch": first}
-    x = torch.zeros(32, 32, device="cuda", requires_grad=True)
+    x = random()
     for layer in callables:
         x = layer(x, **kwargs)
     return x
@@ -372,11 +346,11 @@ for change, first in (
     (lambda: (step(True), move(layers)), False),
     (lambda: (move(layers[:1]), evaluate()), None),
 ):
-    layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(4)]
+    layers = [linear(fuse_wgrad_accumulation=True) for _ in range(4)]
     callables = [*layers, torch.nn.Sequential(torch.nn.GELU())]
     for layer in layers:
         layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
-    samples = tuple((torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in callables)
+    samples = tuple((random(),) for _ in callables)
     te.make_graphed_callables(tuple(callables), samples, allow_unused_input=True)
     for _ in range(3):
         step()
@@ -395,18 +369,15 @@ NEXT = "in the next step"
 
 def test_a_change_raises_at_once() -> None:
     """It also raises within a step, with any mark of the microbatch."""
-    found = simulate("-c", LATER).splitlines()
+    found = run_program(LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
 
 TURN_ABOUT = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-layer = te.Linear(32, 32, device="cuda")
-samples = [(torch.zeros(32, 32, device="cuda", requires_grad=True),) for _ in range(2)]
+layer = linear()
+samples = [(random(),) for _ in range(2)]
 graphs = te.make_graphed_callables((layer,), samples, _order=[1, -1, 1, -1], allow_unused_input=True)
-x = torch.randn(32, 32, device="cuda", requires_grad=True)
+x = random()
 for graph in graphs * 2:
     graph(x).sum().backward()
 """
@@ -429,30 +400,24 @@ print(torch.equal(replayed, x.grad))
 
 
 def test_steps_of_one_microbatch_that_take_the_graphs_of_an_order_in_turn_look_each() -> None:
-    assert simulate("-c", TURN_ABOUT + WEIGHT_REPLACED).startswith(
+    assert run_program(TURN_ABOUT + WEIGHT_REPLACED).startswith(
         "callable 0 (Linear) of microbatch 1: a parameter (weight) was added, replaced"
     )
 
 
 def test_a_graph_goes_on_when_another_is_reset() -> None:
-    assert simulate("-c", TURN_ABOUT + ONE_RESET) == "True\n"
+    assert run_program(TURN_ABOUT + ONE_RESET) == "True\n"
 
 
 WITH_SOMETHING_LEFT_OUT = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-def x():
-    return torch.zeros(32, 32, device="cuda", requires_grad=True)
-
-layers = [te.Linear(32, 32, fuse_wgrad_accumulation=True, device="cuda") for _ in range(3)]
+layers = [linear(fuse_wgrad_accumulation=True) for _ in range(3)]
 for layer in layers:
     layer.weight.main_grad = torch.zeros(32, 32, device="cuda")
 order = {"_order": ORDER, "_num_layers_per_chunk": [3]}
-graphs = te.make_graphed_callables(tuple(layers), [(x(),) for _ in range(9)], allow_unused_input=True, **order)
+graphs = te.make_graphed_callables(tuple(layers), [(random(),) for _ in range(9)], allow_unused_input=True, **order)
 
 def forward(microbatch):
-    output = x()
+    output = random()
     for graph in graphs[3 * microbatch : 3 * microbatch + 3]:
         output = graph(output)
     return output.sum()
@@ -491,21 +456,15 @@ NO_FIRST_FORWARD = """
 )
 def test_what_is_left_out_is_not_taken_for_looked_at(order: str, step: str, error: str) -> None:
     program = WITH_SOMETHING_LEFT_OUT.replace("ORDER", order).replace("STEP", step.strip())
-    assert simulate("-c", program).startswith(error)
+    assert run_program(program).startswith(error)
 
 
 BEHIND_ONE_WITHOUT_FP8 = """
-import warnings, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-def x():
-    return torch.zeros(32, 32, device="cuda", requires_grad=True)
-
 def step():
-    graphs[1](graphs[0](x())).sum().backward()
+    graphs[1](graphs[0](random())).sum().backward()
 
-layers = torch.nn.Linear(32, 32, device="cuda"), te.Linear(32, 32, device="cuda")
-graphs = te.make_graphed_callables(layers, ((x(),), (x(),)), enabled=(False, True), allow_unused_input=True)
+layers = torch.nn.Linear(32, 32, **BF16), linear()
+graphs = te.make_graphed_callables(layers, ((random(),), (random(),)), enabled=(False, True), allow_unused_input=True)
 with te.autocast(enabled=True):
     step()
 with warnings.catch_warnings(record=True) as given:
@@ -516,89 +475,9 @@ print(*(f"{warning.filename}: {warning.message}" for warning in given))
 
 
 def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
-    assert simulate("-c", BEHIND_ONE_WITHOUT_FP8).startswith(
+    assert run_program(BEHIND_ONE_WITHOUT_FP8).startswith(
         "<string>: callable 1 (Linear): this FP8 graph is replayed outside te.autocast"
     )  # at the line of the program
-
-
-SEQUENCES = """
-import itertools, random, types, torch, te_graph_fixes
-from transformer_engine.pytorch._te_module_tensors import WarmupRecord
-from transformer_engine.pytorch._te_replay_contract import Preconditions, note_capture
-from transformer_engine.pytorch._te_replay import Call
-
-layers = [torch.nn.Linear(2, 2) for _ in range(3)]
-
-def captured(order, number):
-    # a graph for each layer of a chunk
-    return [(kind, microbatch * number + layer) for kind, microbatch in order
-            for layer in (range(number) if kind == "forward" else reversed(range(number)))]
-
-def drawn_order(r, microbatches):
-    done, order = {"forward": 0, "backward": 0}, []
-    while done["backward"] < microbatches:
-        kind = r.choice([*done])
-        if done[kind] < (microbatches if kind == "forward" else done["forward"]):
-            order.append((kind, done[kind]))
-            done[kind] += 1
-    return order
-
-raised = intact = 0
-for seed in range(1000):
-    r = random.Random(seed)
-    number, microbatches, retains = r.randint(1, 3), r.randint(1, 3), r.random() < 0.2
-    sequence = captured(drawn_order(r, microbatches), number)
-    functions = layers[:number] * microbatches
-    graphs = {each: types.SimpleNamespace() for each in sequence}
-    for each in sequence:
-        note_capture(graphs[each], ("pool", seed))
-    trios = [(graphs["forward", k], graphs["backward", k], None) for k in range(len(functions))]
-    parameters = [list(function.parameters()) for function in functions]
-    contracts = [
-        Preconditions(
-            k, functions, [number], trios[k], (), (), 0, parameters[k], False, retains, WarmupRecord((), ())
-        )
-        for k in range(len(functions))
-    ]
-    places = {each: place for place, each in enumerate(sequence)}
-    log, forwards = [], []
-    steps = itertools.cycle(sequence)
-    for _ in range(40):
-        kind, k = next(steps) if r.random() < 0.97 else r.choice(sequence)
-        if kind == "forward":
-            ctx = types.SimpleNamespace(call=Call(None, (), (), {}), needs_input_grad=(True,) * len(parameters[k]))
-            with torch.set_grad_enabled(r.random() < 0.97):
-                contracts[k].check_forward(ctx.call)
-                contracts[k].note_forward(ctx, ())
-            ctx.call.has_hooks = False
-            forwards.append((k, ctx, len(log)))
-        else:
-            found = [each for each in forwards if each[0] == k]
-            if not found:
-                continue
-            _, ctx, time = found[-1] if r.random() < 0.98 else r.choice(found)
-            begin, end = places["forward", k], places["backward", k]
-            since = [place for place in log[time + 1 :] if not (retains and place == end)]
-            is_intact = all(begin < place < end for place in since)
-            try:
-                contracts[k].check_backward(ctx)
-            except RuntimeError as error:
-                assert "cannot be replayed" in str(error) and not is_intact, (seed, sequence, log)
-                raised += 1
-                break
-            assert is_intact, (seed, sequence, log)
-            contracts[k].note_backward(ctx, ())
-            intact += 1
-        log.append(places[kind, k])
-print(raised, intact)
-"""
-
-
-def test_a_place_behind_another_is_replayed_as_the_rule_says() -> None:
-    """A run with increasing positions has the same result as one whose times are compared one by one."""
-    raised, intact = map(int, simulate("-c", SEQUENCES).split())
-    assert raised > 300
-    assert intact > 3000
 
 
 TRAINED = """
@@ -615,25 +494,21 @@ events.train(graphed=True)
 
 @pytest.mark.parametrize("settings", [{"TE_GRAPH_FIXES": "off"}, {"TE_GRAPH_FIXES_DISABLE": "replay-contract"}])
 def test_it_can_be_switched_off(settings: dict[str, str]) -> None:
-    simulate("-c", TRAINED.format(""), **settings)
+    run_program(TRAINED.format(""), **settings)
 
 
 def test_deactivate_takes_it_back() -> None:
-    assert "was added, replaced" in on_simulator("-c", TRAINED.format("")).stderr
-    simulate("-c", TRAINED.format("te_graph_fixes.deactivate()"))
+    assert "was added, replaced" in on_simulator("-c", START + TRAINED.format("")).stderr
+    run_program(TRAINED.format("te_graph_fixes.deactivate()"))
 
 
 ACTIVATIONS = """
-import dataclasses, itertools, torch, te_graph_fixes
-import transformer_engine.pytorch as te
+import dataclasses
 from tests.support.single_edits import alter
 
-def x():
-    return torch.randn(32, 32, device="cuda", requires_grad=True)
-
 def captured(pool):
-    module = torch.nn.Sequential(te.LayerNormMLP(32, 64, device="cuda"))
-    te.make_graphed_callables(module, (x(),), pool=pool)
+    module = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16, device="cuda"))
+    te.make_graphed_callables(module, (random(),), pool=pool)
     return module
 
 def raises(run):
@@ -645,14 +520,14 @@ def raises(run):
     return False
 
 def nested(first, second):
-    output, _ = first(x()), second(x())
+    output, _ = first(random()), second(random())
     output.sum().backward()
 
 def move(module):
     weight = module[0].fc1_weight
     kept, weight.data = weight.data, weight.data.clone()
     try:
-        module(x())
+        module(random())
     finally:
         weight.data = kept
 
@@ -685,14 +560,13 @@ print(number, len({*texts}))
 @pytest.mark.parametrize("changed", ["", "changed"])
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
     """This holds if the text of a support module changes, too. Captures while deactivated are TE's own."""
-    number, texts = map(int, simulate("-c", ACTIVATIONS.replace("CHANGED", changed)).split())
+    number, texts = map(int, run_program(ACTIVATIONS.replace("CHANGED", changed)).split())
     assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
     assert (texts > 9) == bool(changed)
 
 
 COPIES = """
-import copy, copyreg, pickle, torch, te_graph_fixes
-import transformer_engine.pytorch as te
+import copyreg, pickle
 
 class Plain(torch.nn.Linear):
     pass
@@ -717,7 +591,7 @@ class Witness:
         return object, ()
 
 def graphed(module):
-    te.make_graphed_callables(module, (torch.zeros(32, 32, device="cuda", requires_grad=True),))
+    te.make_graphed_callables(module, (random(dtype=torch.float32),))
     return module
 
 def is_eager(module):
@@ -737,7 +611,7 @@ def compare():
     print(all(map(is_eager, (deep, inside, of_shallow, copy.deepcopy(deep), copy.deepcopy(of_shallow)))))
     print(getattr(of_shallow, "tag", None), of_shallow.weight is not layer.weight, is_eager(shallow))
     layer.weight.data = weight
-    layer(torch.zeros(32, 32, device="cuda", requires_grad=True)).sum().backward()
+    layer(random(dtype=torch.float32)).sum().backward()
 
 def load():
     print(is_eager(pickle.loads(pickle.dumps(graphed(MODULE)))))
@@ -767,21 +641,16 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
     """Copies of copies are eager, too. The class stays unchanged, because it may define how to make deep copies."""
-    assert simulate("-c", COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
+    assert run_program(COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 
 RELEASED_CAPTURES = """
-import gc, torch, te_graph_fixes
-import transformer_engine.pytorch as te
 from transformer_engine.pytorch import _te_replay_contract
 
-def x():
-    return torch.randn(32, 32, device="cuda", requires_grad=True)
-
 def captured(pool):
-    layer = te.Linear(32, 32, device="cuda")
-    te.make_graphed_callables(layer, (x(),), pool=pool)
-    layer(x()).sum().backward()
+    layer = linear()
+    te.make_graphed_callables(layer, (random(),), pool=pool)
+    layer(random()).sum().backward()
     return layer
 
 pool = te.graph.graph_pool_handle()
@@ -801,11 +670,11 @@ for number in range(8):
     del layer
 print(sizes[2:4] == sizes[4:6] == sizes[6:8])
 layer = captured(pool)
-output = kept(x())
-layer(x())
+output = kept(random())
+layer(random())
 del layer
 gc.collect()
-te.make_graphed_callables(te.Linear(32, 32, device="cuda"), (x(),), pool=pool)
+te.make_graphed_callables(linear(), (random(),), pool=pool)
 try:
     output.sum().backward()
 except RuntimeError as error:
@@ -818,55 +687,46 @@ print(len(_te_replay_contract._pools))
 
 def test_released_captures_leave_nothing_in_their_pool() -> None:
     """Only the time of the last replay of one of them remains."""
-    bounded, error, pools = simulate("-c", RELEASED_CAPTURES).splitlines()
+    bounded, error, pools = run_program(RELEASED_CAPTURES).splitlines()
     assert (bounded, pools) == ("True", "0")
     assert "cannot be replayed: a released graph was replayed after its forward" in error
 
 
 RECIPES = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
-
-layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
-x = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-te.make_graphed_callables(layer, (x,), enabled=True, recipe=recipe.Float8CurrentScaling())
-with te.autocast(enabled=True, recipe=recipe.{}()):
+layer = linear()
+x = random()
+te.make_graphed_callables(layer, (x,), enabled=True, recipe=Float8CurrentScaling())
+with te.autocast(enabled=True, recipe={}()):
     layer(x)
 """
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8BlockScaling"])
 def test_a_graph_is_not_for_another_recipe(recipe: str) -> None:
-    error = on_simulator("-c", RECIPES.format(recipe)).stderr
+    error = on_simulator("-c", START + RECIPES.format(recipe)).stderr
     assert f"captured with a Float8CurrentScalingRecipeState and is replayed with a {recipe}" in error
 
 
 AUTOCAST = """
-import warnings, torch, te_graph_fixes
 from unittest import mock
-import transformer_engine.pytorch as te
 
 warnings.simplefilter("error")
-layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
-te.make_graphed_callables(layer, (torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+layer = linear()
+te.make_graphed_callables(layer, (random(),))
 with mock.patch("torch.is_autocast_enabled", lambda: True):  # the simulator has no autocast of torch
     layer(torch.randn(32, 32, device="cuda")).sum().backward()
 with torch.no_grad():
-    layer(torch.randn(32, 32, dtype=torch.bfloat16, device="cuda"))
+    layer(random(grad=False))
 """
 
 
 def test_autocast_may_give_other_dtypes() -> None:
-    simulate("-c", AUTOCAST)
+    run_program(AUTOCAST)
 
 
 WARNED = """
-import warnings, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
-te.make_graphed_callables(layer, (torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),))
+layer = linear()
+te.make_graphed_callables(layer, (random(),))
 for action in ("error", "error", "default", "error"):
     warnings.simplefilter(action)
     try:
@@ -878,24 +738,20 @@ for action in ("error", "error", "default", "error"):
 
 def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
     """It is raised until it was shown as a warning."""
-    assert simulate("-c", WARNED).count("\n") == 2
+    assert run_program(WARNED).count("\n") == 2
 
 
 BY_FORWARD = """
-import warnings, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common import recipe
-
 class Calls(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+        self.layer = linear()
 
     def forward(self, x):
         return self.layer.forward(x)
 
-module, x = Calls(), torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-te.make_graphed_callables(module, (x,), enabled=True, recipe=recipe.Float8CurrentScaling())
+module, x = Calls(), random()
+te.make_graphed_callables(module, (x,), enabled=True, recipe=Float8CurrentScaling())
 with warnings.catch_warnings(record=True) as caught:
     module(x)
 print(caught[0].message)
@@ -903,21 +759,15 @@ print(caught[0].message)
 
 
 def test_a_module_run_by_forward_is_known_to_compute_in_fp8() -> None:
-    assert "is replayed outside te.autocast" in simulate("-c", BY_FORWARD)
+    assert "is replayed outside te.autocast" in run_program(BY_FORWARD)
 
 
 COPIED = """
-import contextlib, torch, te_graph_fixes
-import transformer_engine.pytorch as te
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-def tensor():
-    return torch.randn(32, 32, device="cuda", requires_grad=True)
-
-layers = [te.Linear(32, 32, bias=False, device="cuda") for _ in range(4)]
-te.make_graphed_callables(tuple(layers), tuple((tensor(),) for _ in layers), allow_unused_input=True)
-x, real, copies = tensor(), torch.Tensor.clone, []
+layers = [linear(bias=False) for _ in range(4)]
+te.make_graphed_callables(tuple(layers), tuple((random(),) for _ in layers), allow_unused_input=True)
+x, real, copies = random(), torch.Tensor.clone, []
 torch.Tensor.clone = lambda self, **options: (copies.append(self), real(self, **options))[1]
 
 def trained(x, frozen=0):
@@ -992,17 +842,11 @@ copies.pop()  # the clone of this program
 )
 def test_without_a_checkpoint_only_the_gradients_of_parameters_are_copied(step: str, copies: int) -> None:
     """Activation offloading, a frozen part and an evaluation are not checkpoints."""
-    assert simulate("-c", COPIED.replace("STEP", step)) == f"{copies}\n"
+    assert run_program(COPIED.replace("STEP", step)) == f"{copies}\n"
 
 
 CHECKPOINTED = """
-import torch, te_graph_fixes
-import transformer_engine.pytorch as te
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-
-def tensor():
-    return torch.randn(32, 32, device="cuda", requires_grad=True)
 
 class Recomputed(torch.autograd.Function):
     @staticmethod
@@ -1036,8 +880,8 @@ def with_teacher(function):
         return function(x) * target
     return inside
 
-layers = [te.Linear(32, 32, device="cuda") for _ in range(4)]
-te.make_graphed_callables(tuple(layers), tuple((tensor(),) for _ in layers))
+layers = [linear() for _ in range(4)]
+te.make_graphed_callables(tuple(layers), tuple((random(),) for _ in layers))
 
 def grads(x):
     for layer in layers:
@@ -1047,7 +891,7 @@ def grads(x):
     fourth(third(y).relu()).square().sum().backward()
     return [layer.weight.grad.clone() for layer in layers if layer.weight.grad is not None]
 
-x = tensor()
+x = random()
 replayed = [grads(x) for _ in range(2)]
 for layer in layers:
     del layer.forward
@@ -1073,29 +917,23 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
 )
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
     """Recomputed by hooks or by an autograd function, also with hooks of activation offloading inside or outside."""
-    assert simulate("-c", CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
+    assert run_program(CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
 
 
 def test_a_module_in_its_own_autocast_needs_no_other() -> None:
     """A replay outside an autocast warns only if the module would compute without FP8 there."""
-    assert simulate("-c", OWN_AUTOCAST) == ""
+    assert run_program(OWN_AUTOCAST) == ""
 
 
 OWN_AUTOCAST = """
-import warnings, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
 class Own(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda")
+        self.linear = linear()
 
     def forward(self, x):
         with te.autocast(enabled=True):
             return self.linear(x)
-
-def random():
-    return torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
 graphed = te.make_graphed_callables(Own(), (random(),))
 warnings.simplefilter("error")

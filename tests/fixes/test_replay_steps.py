@@ -6,12 +6,11 @@ import json
 
 import pytest
 
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
 PROGRAM = """
-import json, te_graph_fixes, torch, transformer_engine.pytorch as te
 from transformer_engine.pytorch import _te_replay
 
 refused = None
@@ -28,29 +27,26 @@ def add_refusable(replay, phase, name, step):
 checks = set()
 _te_replay.Replay.add = add_refusable
 
-def sample():
-    return torch.randn(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
-
 def refusal(call):
     try:
         call()
     except RuntimeError as error:
         return str(error)
 
-layer = te.Linear(32, 32, device="cuda", fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16)
+layer = linear(fuse_wgrad_accumulation=True)
 layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
 layer.weight.grad_added_to_main_grad = False
-run = te.make_graphed_callables(layer, (sample(),))
+run = te.make_graphed_callables(layer, (random(),))
 """
 
 
 def output(program: str) -> object:
-    return json.loads(simulate("-c", PROGRAM + program, TE_GRAPH_FIXES="on").splitlines()[-1])
+    return json.loads(run_program(PROGRAM + program, TE_GRAPH_FIXES="on").splitlines()[-1])
 
 
 def test_a_refused_backward_leaves_no_mark() -> None:
     found = output("""
-first, second = run(sample()), run(sample())
+first, second = run(random()), run(random())
 layer.weight.grad_added_to_main_grad = False
 error = refusal(first.sum().backward)
 print(json.dumps([error, layer.weight.grad_added_to_main_grad, layer.weight.main_grad.any().item()]))
@@ -62,27 +58,23 @@ print(json.dumps([error, layer.weight.grad_added_to_main_grad, layer.weight.main
 
 def test_a_graph_is_refused_after_its_reset() -> None:
     found = output("""
-late = run(sample())
+late = run(random())
 run.reset()
-print(json.dumps([refusal(late.sum().backward), refusal(lambda: run(sample()))]))
+print(json.dumps([refusal(late.sum().backward), refusal(lambda: run(random()))]))
 """)
     assert isinstance(found, list)
     assert all(text and "reset" in text for text in found)
 
 
 OTHER_RECIPE = """
-import json, te_graph_fixes, torch, transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-layers = [te.Linear(32, 32, device="cuda", params_dtype=torch.bfloat16) for _ in range(2)]
+layers = [linear() for _ in range(2)]
 layer = torch.nn.Sequential(*layers)
-sample = lambda: torch.randn(32, 32, dtype=torch.bfloat16, device="cuda").requires_grad_()
 autocast = getattr(te, "autocast", None) or te.fp8_autocast
 delayed, current = DelayedScaling(amax_history_len=2), Float8CurrentScaling()
-run = te.make_graphed_callables(layer, (sample(),), enabled=True, recipe=delayed)
+run = te.make_graphed_callables(layer, (random(),), enabled=True, recipe=delayed)
 for _ in range(3):
     with autocast(enabled=True, recipe=delayed):
-        loss = run(sample()).sum()
+        loss = run(random()).sum()
     loss.backward()
 
 def state():
@@ -96,7 +88,7 @@ def state():
 before = state()
 try:
     with autocast(enabled=True, recipe=current):
-        run(sample())
+        run(random())
     error = ""
 except RuntimeError as found:
     error = str(found)
@@ -105,30 +97,6 @@ print(json.dumps([error, hasattr(layers[0].fp8_meta["scaling_fwd"], "scale") and
 
 
 def test_a_replay_refused_for_its_recipe_keeps_the_scales() -> None:
-    error, is_kept = json.loads(simulate("-c", OTHER_RECIPE, TE_GRAPH_FIXES="on").splitlines()[-1])
+    error, is_kept = json.loads(run_program(OTHER_RECIPE, TE_GRAPH_FIXES="on").splitlines()[-1])
     assert "Replay it in an autocast with the recipe of the capture" in error
     assert is_kept
-
-
-NO_OUTPUT = """
-import te_graph_fixes, torch, transformer_engine.pytorch as te
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = te.Linear(32, 32, device="cuda")
-
-    def forward(self, x):
-        return self.layer(x), None
-
-sample = lambda: torch.randn(16, 32, device="cuda").requires_grad_()
-run = te.make_graphed_callables(Layer(), (sample(),))
-x = sample()
-output, nothing = run(x)
-output.sum().backward()
-print(nothing is None and x.grad is not None)
-"""
-
-
-def test_an_output_that_is_none_stays_none() -> None:
-    assert simulate("-c", NO_OUTPUT, TE_GRAPH_FIXES="on").split()[-1] == "True"

@@ -9,13 +9,12 @@ import functools
 
 import pytest
 
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
 PROGRAMS = """
-import contextlib, copy, functools, pickle, types, torch, te_graph_fixes
-import transformer_engine.pytorch as te
+import functools, pickle, types
 
 H = 32
 
@@ -334,7 +333,7 @@ REFUSED = {
 def results() -> dict[str, str]:
     cases = {**RIGHT, **{name: program for name, (program, _) in REFUSED.items()}}
     code = "{" + ", ".join(f"{name!r}: {program}" for name, program in cases.items()) + "}"
-    printed = simulate("-c", PROGRAMS.replace("{CASES}", code))
+    printed = run_program(PROGRAMS.replace("{CASES}", code))
     return dict(line.split("|", 1) for line in printed.splitlines())
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_graph_fixes.fix import Fix, Verdict
-from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching import PACKAGE
 from te_graph_fixes.patching.installation import InstallationError, patched
 from te_graph_fixes.patching.patch import edits, read
@@ -141,12 +140,6 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
 def test_errors_of_a_patch_name_its_line(patch: str, error: str) -> None:
     with pytest.raises(PatchError, match=error):
         read(patch)
-
-
-@pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
-def test_every_patch_of_the_catalogue_can_be_read(fix: Fix) -> None:
-    for text in (fix.patch, *(text for text, _ in (*fix.absent, *fix.corrected))):
-        read(text)
 
 
 def test_the_examples_of_the_manual_can_be_read() -> None:

@@ -17,7 +17,9 @@ from tests.verify.cases import Case
 from tests.verify.runner import Outcome
 
 ROOT = Path(__file__).parents[2]
-TE = ("te_graph_fixes", "transformer_engine.pytorch")
+START = "from tests.support.training import *\n"
+"""The first line of a program of `run_program`."""
+TE = ("te_graph_fixes", "transformer_engine.pytorch", "tests.support.training")
 """What most programs import; with the fixes it takes longer than they do."""
 CHILD = "tests.verify.child"
 OF_CASES = "tests.verify.programs"
@@ -99,6 +101,17 @@ def simulate(*arguments: str | Path, path: str | Path = "", imported: Sequence[s
     done = on_simulator(*arguments, path=path, imported=imported, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_program(program: str, **options: Any) -> str:
+    """Return what a program prints that begins with the names of `tests.support.training`. Fail unless it ends well."""
+    return simulate("-c", START + program, **options)
+
+
+def require_wrong(program: str, without: str) -> None:
+    """Fail unless graphs in a program differ from eager training (`tests.support.training.compare`) without a fix."""
+    done = on_simulator("-c", START + program, TE_GRAPH_FIXES_DISABLE=without)
+    assert "tensors differ" in done.stderr, done.stdout + done.stderr
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:

@@ -399,6 +399,51 @@ _ALL = (
         for order in ((), (1, -1))
     }, quick=True, modules=("layernorm_linear",), bias=True),
 )
+# Programs that only tests run, on the simulator.
+_BESIDE = (
+    _program("subclass-inside", (NESTED,), modules=("linear", "SpecialInside"), recipe="delayed", together=True),
+    _program("enabled-by-module", (NESTED,), modules=("Block", "linear"), recipe="delayed", together=True,
+        in_bf16=(1,)),
+    _program("bf16-inside", (NESTED,), modules=("KeptInBf16", "linear"), recipe="delayed", together=True),
+    _program("bf16-graph-used-eagerly-later", (), other="delayed", events=("step", "evaluate_in_other", "step")),
+    _program("eager-before-replay", (STATE,), modules=("nested_operations",), recipe="delayed",
+        events=("eager_step", "step")),
+    _program("graphed-teacher", (), recipe="delayed", first="teacher"),
+    _program("eager-after-frozen", (), modules=("Block",), recipe="delayed", first="frozen", not_captured=(0,)),
+    _program("evaluation-between", (), modules=("Block",), recipe="delayed",
+        events=("step", "evaluate") * 2 + ("step",)),
+    _program("several-autocasts", (), modules=("linear", "Block", "linear"), recipe="delayed", autocasts="each",
+        frozen=(0,)),
+    _program("operations-beside", (), modules=("operation", "nested_operations", "linear"), recipe="delayed",
+        together=True),
+    _program("own-autocast-alone", (), modules=("OwnAutocast", "linear"), other="delayed"),
+    _program("own-autocast-in-another-delayed", (), modules=("OwnAutocast", "linear"), recipe="delayed",
+        other="delayed"),
+    # Without the fixes, this is an illegal access on Blackwell.
+    _program("own-autocast-and-validations", (STATE, CACHED), modules=("OwnAutocast",), recipe="nvfp4", other="mxfp8",
+        weights="cached", hidden=128, events=("step", "evaluate") * 2 + ("step",)),
+    _program("checkpoints-of-graphs-and-eager", (), modules=("Block", "linear", "linear"), recipe="delayed",
+        not_captured=(1,), checkpoints=("te",) * 3),
+    _program("master-mlp", (TRANSPOSES,), modules=("layernorm_mlp",), recipe="current", fp8_params=True,
+        optimizer="master weights"),
+    _program("master-operation", (TRANSPOSES,), modules=("operation",), recipe="current", fp8_params=True,
+        optimizer="master weights"),
+    _program("fp8-params-operation", (EVALUATION,), modules=("operation",), recipe="delayed", fp8_params=True,
+        events=("step", "evaluate_in_bf16", "step", "save", "step", "save")),
+    _program("no-grad-load", (TRANSPOSES,), modules=("layernorm_linear",), recipe="delayed", fp8_params=True,
+        built_without_grad=True, events=("step", "save", "step", "load", "eager_step", "step")),
+    _program("operation-by-forward", (EVALUATION,), modules=("CallsOperations",), recipe="current", other="delayed",
+        events=_EVALUATED),
+    _program("shared-experts", (CACHED,), modules=("grouped_linear",), recipe="delayed", weights="cached",
+        inference="first", events=("infer", "step", "step", "infer", "infer", "step", "infer")),
+    _program("shared-mlp", (CACHED,), modules=("layernorm_mlp",), recipe="current", weights="cached",
+        inference="first", order=(1, -1) * 2, events=("infer", "step", "step", "infer", "infer", "step", "infer")),
+    _program("spoiled-capture", ("failed-capture-state",), recipe="delayed", events=("failed_capture 5 6", "step")),
+    _program("other-needs-of-gradients", ("static-buffer-reuse",), modules=("linear", "linear"),
+        order=(1, 1, -1, 1, -1, -1), layers_as_chunks=True, reuse=True, input_grads=False, events=("step",)),
+    _program("none-output-and-reuse", (), modules=("WithNone", "linear"), order=(1, 1, -1, -1), reuse=True,
+        events=("step",)),
+)
 # fmt: on
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
@@ -426,6 +471,8 @@ def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
 
 CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_recipes(_ALL))}
 """Every case by its name."""
+SIMULATED: dict[str, Case] = {case.name: case for case in _BESIDE}
+"""The programs that only tests run, by name. ``fixes`` are the fixes without which they are wrong."""
 
 
 def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:

@@ -134,61 +134,9 @@ def test_without_the_fix_warmup_changes_main_grads() -> None:
     assert "without training" not in found
 
 
-OUTPUTS = """
-import contextlib, json, weakref, te_graph_fixes, torch, transformer_engine.pytorch as te
-
-class Watched(te.Linear):
-    # Says, in warmup, how many outputs are there that no backward needs any more.
-    def forward(self, x):
-        out = super().forward(x)
-        if torch.cuda.is_current_stream_capturing():
-            return out
-        counts.append(count())
-        last = weakref.ref(out)
-        if out.requires_grad:
-            out.register_hook(lambda _: (counts.append(count()), used.append(last)) and None)
-        else:
-            used.append(last)
-        return out
-
-def count():
-    return sum(each() is not None for each in used)
-
-found = {}
-for name, training, order in (
-    ("training", True, None),
-    ("evaluation", False, None),
-    ("training in order", True, [1, -1] * 4),
-    ("evaluation in order", False, [1, -1] * 4),
-):
-    used, counts = [], []
-    layers = tuple(Watched(32, 32, bias=False, params_dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    samples = [
-        (torch.ones(16, 32, dtype=torch.bfloat16, device="cuda").requires_grad_(training),)
-        for _ in range(12 if order else 3)
-    ]
-    options = {"_order": order, "_num_layers_per_chunk": [3], "sample_kwargs": [{}] * 12} if order else {}
-    # After the warmup TE refuses to capture an evaluation in order.
-    with torch.set_grad_enabled(training), contextlib.suppress(KeyError):
-        te.make_graphed_callables(tuple(layer.train(training) for layer in layers), tuple(samples), **options)
-    found[name] = max(counts)
-print(json.dumps(found))
-"""
-
-
 @pytest.fixture(scope="module")
 def te_219() -> str:
     return str(published.source("2.19.0"))
-
-
-def outputs(path: str, setting: str) -> dict[str, int]:
-    """Return how many outputs warmup keeps that have been used, by program."""
-    return json.loads(simulate("-c", OUTPUTS, path=path, TE_GRAPH_FIXES=setting))
-
-
-def test_warmup_of_te_219_lets_go_of_outputs(te_219: str) -> None:
-    assert min(outputs(te_219, "off").values()) > 1
-    assert max(outputs(te_219, "on").values()) <= 1
 
 
 def test_memory_of_microbatches_shows_what_te_219_keeps(te_219: str) -> None:

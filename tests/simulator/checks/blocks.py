@@ -6,13 +6,13 @@ import importlib
 import inspect
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.cpp_extensions import gemm as te_gemm
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
@@ -215,32 +215,6 @@ def check_row_scales_and_4over6_are_those_of_tes_reference() -> None:
                 assert getattr(out, f"_{name}") == getattr(quantizer, name)
 
 
-def check_row_scales_and_4over6_are_read_and_multiplied() -> None:
-    module = reference()
-    for options in nvfp4_options():
-        quantizer = NVFP4Quantizer(**options)
-        x, limit = values(64, 128), options.get("nvfp4_e4m3_max", 448)
-        out = tex.quantize(x, quantizer)
-
-        def matrix(tensor: Any, side: str, limit: int = limit) -> torch.Tensor:
-            data, amax = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_amax_{side}")
-            scale = getattr(tensor, f"_{side}_scale_inv")[: len(data), : data.shape[1] // 8]
-            return nv_values(module, data, scale, amax, limit)
-
-        close(tex.dequantize(out, tex.DType.kFloat32), matrix(out, "rowwise"), 1e-6)
-        weight = tex.quantize(gpu(96, 128, seed=1), NVFP4Quantizer())
-        wanted = matrix(out, "rowwise") @ matrix(weight, "rowwise", 448).t()
-        close(te_gemm.general_gemm(weight, out, out_dtype=torch.float32)[0], wanted, 1e-6)
-        if options.get("columnwise", True):
-            grad = tex.quantize(gpu(64, 96, seed=2), NVFP4Quantizer())
-            wanted = matrix(grad, "columnwise", 448) @ matrix(out, "columnwise").t()
-            close(te_gemm.general_gemm(out, grad, out_dtype=torch.float32, layout="NT")[0], wanted, 1e-6)
-        parts = tex.split_quantize(x, [32, 0, 32], [quantizer.copy() for _ in range(3)])
-        for part, piece in zip((parts[0], parts[2]), x.split(32), strict=True):
-            assert torch.equal(part._rowwise_data, tex.quantize(piece, quantizer)._rowwise_data)
-            assert torch.equal(part._amax_rowwise, tex.quantize(piece, quantizer)._amax_rowwise)
-
-
 def check_an_existing_tensor_takes_row_scales_and_4over6() -> None:
     for options in nvfp4_options():
         quantizer, plain = NVFP4Quantizer(**options), NVFP4Quantizer(columnwise=options.get("columnwise", True))
@@ -252,25 +226,6 @@ def check_an_existing_tensor_takes_row_scales_and_4over6() -> None:
         for name, one in before.items():
             assert getattr(out, name) is one
             assert one == getattr(wanted, name) if isinstance(one, int) else torch.equal(one, getattr(wanted, name))
-
-
-def check_what_row_scales_and_4over6_do_not_go_with_is_refused() -> None:
-    for options in nvfp4_options():
-        for excluded in ("with_rht", "stochastic_rounding"):
-            with pytest.raises(RuntimeError, match="quantization does not support"):
-                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {excluded: True}))
-        if "with_2d_quantization" in options:
-            with pytest.raises(NotImplementedError, match="other than of BF16 in multiples of 32"):
-                tex.quantize(gpu(16, 32), NVFP4Quantizer(**options))
-        if "row_scaled_nvfp4" in options:
-            with pytest.raises(RuntimeError, match="Row-scaled NVFP4 quantization does not support 2D"):
-                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {"with_2d_quantization": True}))
-            with pytest.raises(
-                (RuntimeError, NotImplementedError), match=r"columnwise usage|multiples of 32|with 4over6"
-            ):
-                tex.quantize(gpu(16, 32), NVFP4Quantizer(**options | {"columnwise": True}))
-            with pytest.raises(RuntimeError, match="require rowwise usage"):
-                tex.quantize(gpu(32, 32), NVFP4Quantizer(**options | {"rowwise": False}))
 
 
 def check_fp4_rounds_ties_to_even() -> None:
@@ -298,36 +253,6 @@ def check_stochastic_rounding_takes_either_neighbour_and_keeps_the_mean() -> Non
             assert abs(found.mean() - x[0, column]) < 0.05 * (high - low) + 1e-6
         assert torch.equal(out[:, ::16], torch.full((256, 16), 6.0))
         assert not torch.equal(out, again)
-
-
-def check_each_replay_rounds_anew_and_as_eager_does() -> None:
-    x = values(128, 256)
-    for options in NVFP4.values():
-        quantizer = NVFP4Quantizer(stochastic_rounding=True, **options)
-        torch.manual_seed(4)
-        wanted = [tex.quantize(x, quantizer) for _ in range(2)]
-        torch.manual_seed(4)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = tex.quantize(x, quantizer)
-        for eager in wanted:
-            graph.replay()
-            assert all(torch.equal(getattr(found, name), getattr(eager, name)) for name in FIELDS)
-        assert all(
-            not torch.equal(*(getattr(one, f"_{side}wise_data") for one in wanted)) for side in ("row", "column")
-        )
-
-
-def check_the_order_of_the_scales_matters() -> None:
-    for make in (lambda: MXFP8Quantizer(E4M3), NVFP4Quantizer):
-        x, weight = tex.quantize(gpu(128, 256, seed=1), make()), tex.quantize(values(128, 256), make())
-        wanted = gemm(weight, x, "TN")[0]
-        tex.swizzle_scales_for_gemm_(weight)
-        assert torch.equal(gemm(weight, x, "TN")[0], wanted)
-        weight._with_gemm_swizzled_scales = False
-        assert not torch.equal(gemm(weight, x, "TN")[0], wanted)  # read as if they were not swizzled
-        tex.swizzle_scales_for_gemm_(weight)
-        assert not torch.equal(gemm(weight, x, "TN")[0], wanted)  # swizzled twice
 
 
 def check_swizzled_scales_lie_as_cublas_reads_them() -> None:
@@ -384,64 +309,51 @@ def check_usages_come_and_go_in_an_existing_tensor() -> None:
 
 def check_products_are_those_of_the_dequantized_values() -> None:
     module = reference()
-    for layout, mx in itertools.product(("TN", "NN", "NT"), (True, False)):
+    plain = NVFP4Quantizer()
+    pairs = [(layout, each, each) for layout in ("TN", "NN", "NT") for each in (MXFP8Quantizer(E4M3), plain)]
+    for quantizer in (NVFP4Quantizer(**options) for options in nvfp4_options()):  # only activations have these options
+        pairs += [("TN", plain, quantizer), *([("NT", quantizer, plain)] if quantizer.columnwise_usage else [])]
+    for layout, of_a, of_b in pairs:
         shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]
-        quantizer = MXFP8Quantizer(E4M3) if mx else NVFP4Quantizer()
-        a, b = (tex.quantize(gpu(*shape, seed=seed), quantizer) for seed, shape in enumerate(shapes))
+        mx, quantizers = of_a is of_b is not plain, (of_a, of_b)
+        a, b = (tex.quantize(values(*shapes[i], seed=i), quantizers[i]) for i in range(2))
 
         def matrix(tensor: Any, rows: int, columns: int, columnwise: bool, mx: bool = mx) -> torch.Tensor:
             side = "columnwise" if columnwise else "rowwise"
             data, scale = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
             if not mx:
                 lines, length = (columns, rows) if columnwise else (rows, columns)
-                amax = getattr(tensor, f"_amax_{side}")
-                found = nv_values(module, data, scale[:lines, : length // 16], amax)
+                amax, limit = getattr(tensor, f"_amax_{side}"), getattr(tensor, "_nvfp4_e4m3_max", 448)
+                found = nv_values(module, data, scale[:lines, : length // 16], amax, limit)
                 return found.t() if columnwise else found
             factor = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=0 if columnwise else 1)
             return data.view(torch.float8_e4m3fn).double() * factor[:rows, :columns]
 
+        close(tex.dequantize(b, tex.DType.kFloat32), matrix(b, *shapes[1], columnwise=False), 1e-6)
         left = matrix(b, *shapes[1], columnwise=layout[1] == "T")
         right = matrix(a, *shapes[0], columnwise=layout[0] == "N")
         wanted = (left.t() if layout[1] == "T" else left) @ (right.t() if layout[0] == "T" else right)
-        close(gemm(a, b, layout)[0], wanted, 1e-6)
+        close(te_gemm.general_gemm(a, b, out_dtype=torch.float32, layout=layout)[0], wanted, 1e-6)
         for tensor in (a, b):
             assert not tensor._with_gemm_swizzled_scales
             tex.swizzle_scales_for_gemm_(tensor)
         close(gemm(a, b, layout)[0], wanted, 1e-6)
 
 
-def check_a_split_is_quantized_part_by_part() -> None:
-    x = values(256, 128)
-    for options in (None, NVFP4["plain"], NVFP4["rht"]):
-        make = (lambda: MXFP8Quantizer(E4M3)) if options is None else (lambda o=options: NVFP4Quantizer(**o))
-        parts = tex.split_quantize(x, [128, 0, 64, 64], [make() for _ in range(4)])
-        for part, piece in zip(parts, x.split([128, 0, 64, 64]), strict=True):
-            if not len(piece):
-                assert part._rowwise_data.numel() == 0
-                continue
-            wanted = tex.quantize(piece, make())
-            rows, columns = piece.shape
-            for name in FIELDS:
-                found, one = getattr(part, name), getattr(wanted, name)
-                if "scale" in name:  # without the padding
-                    lines = rows // 32 if options is None and "column" in name else None
-                    lines = lines or (columns if "column" in name else rows)
-                    length = found.shape[1] if lines != rows else columns // (32 if options is None else 16)
-                    length = rows // 16 if options is not None and "column" in name else length
-                    found, one = found[:lines, :length], one[:lines, :length]
-                assert torch.equal(found, one), name
-
-
-def check_a_grouped_product_is_one_by_one() -> None:
-    for make in (lambda: MXFP8Quantizer(E4M3), NVFP4Quantizer):
-        weights = [tex.quantize(gpu(128, 128, seed=seed), make()) for seed in range(2)]
-        inputs = tex.split_quantize(gpu(128, 128, seed=7), [64, 64], [make(), make()])
-        out = torch.empty(128, 128)
-        none = [torch.empty(0)] * 2
+def check_a_split_is_quantized_and_multiplied_part_by_part() -> None:
+    x, splits = values(256, 128), [128, 0, 64, 64]
+    for make in (lambda: MXFP8Quantizer(E4M3), *(partial(NVFP4Quantizer, **each) for each in NVFP4.values())):
+        parts, pieces = tex.split_quantize(x, splits, [make() for _ in splits]), x.split(splits)
+        weights, out = [tex.quantize(gpu(128, 128, seed=seed), make()) for seed in range(4)], torch.empty(256, 128)
+        none = [torch.empty(0)] * 4
         rest = (none, tex.DType.kFloat32, True, none, False, [torch.empty(1)], 1, False, False, 0)
-        tex.te_general_grouped_gemm(weights, True, inputs, False, [out], tex.DType.kFloat32, [64, 64], *rest)
-        wanted = torch.cat([gemm(a, b, "TN")[0] for a, b in zip(weights, inputs, strict=True)])
-        assert torch.equal(out, wanted)
+        tex.te_general_grouped_gemm(weights, True, parts, False, [out], tex.DType.kFloat32, splits, *rest)
+        singles = [tex.quantize(piece, make()) if len(piece) else None for piece in pieces]
+        products = [gemm(weight, one, "TN")[0] for weight, one in zip(weights, singles, strict=True) if one is not None]
+        assert torch.equal(out, torch.cat(products))
+        for part, one in zip(parts, singles, strict=True):
+            if one is not None:  # the product of the column-wise part
+                assert torch.equal(gemm(part, part, "NT")[0], gemm(one, one, "NT")[0])
 
 
 def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are_at_a_replay() -> None:
@@ -506,24 +418,6 @@ def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are
                 wanted = torch.cat([getattr(one, name).flatten() for one in singles])
                 field = name.removeprefix("_").replace("rowwise_scale", "scale")
                 assert torch.equal(getattr(gx, field)[: len(wanted)], wanted), name
-
-
-def check_the_swizzle_after_a_quantization_takes_new_memory_and_knows_no_flag() -> None:
-    """TE 2.17 and later do this if the kernel does not swizzle. The kernel of TE 2.18 swizzles on SM 100 to 110."""
-    te_217 = "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__
-    te_218 = hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
-    quantizer = NVFP4Quantizer(with_2d_quantization=True)
-    quantizer.optimize_for_gemm = True
-    out = tex.quantize(values(128, 128), quantizer)
-    assert out._with_gemm_swizzled_scales == te_217
-    scale, content = out._rowwise_scale_inv, out._rowwise_scale_inv.clone()
-    tex.quantize(values(128, 128), quantizer, out, torch.ones(1))
-    assert torch.equal(scale, content)
-    if not te_217 or (te_218 and 100 <= sm_arch() <= 110):
-        assert out._rowwise_scale_inv is scale
-    else:
-        assert out._rowwise_scale_inv is not scale
-        assert torch.equal(out._rowwise_scale_inv.flatten(), cublas_order(content))  # what was swizzled, once more
 
 
 def check_shapes_that_a_gpu_does_not_take_are_refused() -> None:

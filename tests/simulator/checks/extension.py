@@ -95,39 +95,6 @@ def check_the_flag_skips_the_update() -> None:
         assert torch.equal(out._data.t(), out._transpose)
 
 
-def check_the_flag_is_read_at_replay() -> None:
-    flag, x, quantizer = torch.ones(1, device="cuda"), gpu(8, 8), delayed()
-    out = tex.quantize(x, quantizer)
-    before, graph = out._data.clone(), torch.cuda.CUDAGraph()
-    x.mul_(-2)
-    with torch.cuda.graph(graph):
-        tex.quantize(x, quantizer, out, flag)
-    graph.replay()
-    assert torch.equal(out._data, before)
-    flag.zero_()
-    graph.replay()
-    assert torch.equal(out._data, tex.quantize(x, delayed())._data)
-
-
-def check_operations_on_quantized_tensors_are_captured() -> None:
-    x, quantizer, pool, addresses = gpu(64, 32), delayed(2.0), torch.cuda.graph_pool_handle(), []
-
-    def body() -> torch.Tensor:
-        quantized = tex.quantize(x, quantizer)
-        addresses.append(quantized._data.data_ptr())
-        return quantized * 2
-
-    graph, later = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        doubled = body()
-    with torch.cuda.graph(later, pool=pool):
-        again = torch.empty(64, 32, dtype=torch.uint8, device="cuda")
-    assert again.data_ptr() == addresses[0]
-    x.mul_(-3)
-    graph.replay()
-    assert torch.equal(doubled, tex.quantize(x, quantizer) * 2)
-
-
 def check_usages_say_which_data_there_is() -> None:
     x = gpu(8, 16)
     assert tex.quantize(x, delayed(rowwise=True, columnwise=False))._transpose is None
