@@ -43,11 +43,11 @@ def _run() -> int:
 
 
 def _forget_current_folder() -> None:
-    """Search no module in the current folder, which ``python -m`` searches first, unless PYTHONPATH names it."""
-    folder = os.getcwd()
-    named = os.environ.get("PYTHONPATH")
-    if sys.path[0] in ("", folder) and not (named and folder in map(os.path.realpath, named.split(os.pathsep))):
-        del sys.path[0]
+    """Search no module in the current folder, unless PYTHONPATH names it. ``python -m`` and empty entries add it."""
+    folder, entries = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in map(os.path.realpath, filter(None, entries)):
+        first = [entry for entry in sys.path[: 1 + len(entries)] if entry not in ("", folder)]
+        sys.path[: 1 + len(entries)] = first
 
 
 def _start() -> int:

@@ -130,7 +130,9 @@ def _bake(options: argparse.Namespace) -> int:
         raise ValueError("--force works only with --undo.")
     if options.check:
         return _check_bake(_decision(options), _where(options))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in bake.SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
     try:
         if options.overlay:
             _overlay(_decision(options), Path(os.path.abspath(options.overlay)))
@@ -200,7 +202,7 @@ def _bake_in_place(source: Source, where: str) -> str:
 
 def _import_problem() -> str:
     """Import the installed TE, with every edited module, in a new process. Return the error; "" if there is none."""
-    program = f"import sys; sys.path[:] = filter(None, sys.path); import {PACKAGE}"  # not from the current folder
+    program = f"import sys; sys.path[:] = {sys.path!r}; import {PACKAGE}"  # without the current folder
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
@@ -215,7 +217,7 @@ def _overlay(decision: Decision, folder: Path) -> None:
         raise BakeError(f"{folder} is not empty. Name another folder.")
     root, files = Path(decision.source.location).parent, bake.baked_files(decision)
     bake.write_files(folder, root, files)
-    print(*(f"{folder}/{path} {root}/{path}" for path in files), sep="\n")
+    _print("stdout", "\n".join(f"{folder}/{path} {root}/{path}" for path in files))
     _note(f"Overlay with {len(decision.to_apply)} fixes written. Mount each file, read-only, at the second path.")
 
 
