@@ -292,17 +292,17 @@ class _Activation:
 
 def _baked_statuses(reading: Reading, is_loaded: bool) -> dict[str, tuple[Status, str]]:
     """Return the status of every fix and the reason, for a baked TE and the functions that this process has loaded."""
-    from .patching.files import CodeInFiles
+    from .patching.files import live_changes
 
     statuses = {fix_id: (verdict.status, verdict.reason) for fix_id, verdict in reading.verdicts.items()}
     if (manifest := reading.manifest) is None:
         return statuses
-    code = CodeInFiles(reading.source, manifest.code)
+    live = live_changes(reading.source, manifest.code) if is_loaded else ()
     for fix_id in statuses.keys() & manifest.applied:
         if not is_loaded:
             reason = f"{statuses[fix_id][1]}. TransformerEngine is not imported yet"
             statuses[fix_id] = Status.PENDING, reason
-        elif not code.is_live(manifest.places.get(fix_id, ())):
+        elif fix_id not in live:
             statuses[fix_id] = Status.FAILED, _NOT_LOADED.format(manifest.by)
     reading.source.forget_modules()
     return statuses

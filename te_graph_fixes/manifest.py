@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -23,8 +21,6 @@ from .version import __version__
 
 NAME = "te-graph-fixes.json"
 BAKE, UNDO = "te-graph-fixes bake", "te-graph-fixes bake --undo"
-BEFORE, AFTER, CHANGED = "before", "after", "changed"
-"""The states of a module: as it was before the bake, as the bake wrote it, or neither."""
 
 
 def digest(data: bytes) -> str:
@@ -32,11 +28,11 @@ def digest(data: bytes) -> str:
 
 
 def file_digest(path: str | Path) -> str | None:
-    """Return the digest of a file, following links; None if there is nothing, and "" if it cannot be read."""
-    with contextlib.suppress(OSError):
-        if os.path.isfile(path):
-            return digest(Path(path).read_bytes())
-    return "" if os.path.lexists(path) else None
+    """Return the digest of a file, following links; None if there is none, or if it cannot be read."""
+    try:
+        return digest(Path(path).read_bytes())
+    except OSError:
+        return None
 
 
 class ManifestError(Exception):
@@ -49,16 +45,15 @@ class Manifest:
 
     ``fixes`` maps each id to a status: ``applied``, ``disabled`` by the user, or the verdict ``not-needed`` or
     ``not-applicable``. ``files`` maps the path of each module to its digests before the bake (None: the bake added the
-    module) and after it. The paths are relative to the folder that contains TE. ``places`` and ``code``
-    describe the changed functions, to compare them with the loaded functions (`patching.files.changed_code`).
+    module) and after it. The paths are relative to the folder that contains TE. ``code`` contains the digests of the
+    changed functions, to compare them with the loaded functions (`patching.files`).
     """
 
     version: str
     te_version: str | None
     fixes: dict[str, str]
     files: dict[str, tuple[str | None, str]]
-    places: dict[str, list[str]]
-    code: dict[str, str]
+    code: dict[str, dict[str, str]]
 
     @classmethod
     def read(cls, location: Path) -> Manifest | None:
@@ -66,29 +61,33 @@ class Manifest:
 
         Raise `ManifestError` if the manifest is invalid, for example if it names a file outside TE.
         """
-        file = location / NAME
-        if not os.path.lexists(file):
+        if not os.path.lexists(file := location / NAME):
             return None
         try:
             data = json.loads(file.read_bytes() if file.is_file() else b"")
             manifest = cls(**{field.name: data[field.name] for field in fields(cls)})
-            texts = [manifest.version, manifest.te_version or "", *manifest.fixes.values()]
-            is_valid = all(isinstance(text, str) for text in texts)
-            is_valid &= any(before for before, _ in manifest.files.values())  # a bake changes at least one module
-            for path, (before, after) in manifest.files.items():
-                is_valid &= re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII) is not None  # inside TE
-                is_valid &= before != after
-                is_valid &= all(re.fullmatch("[0-9a-f]{64}", text) is not None for text in (before or after, after))
-            places = itertools.chain.from_iterable(manifest.places.values())
-            is_valid &= all(re.fullmatch(rf"{TE}(\.\w+)+(:[\w.<>]+)?", place, re.ASCII) for place in places)
-            is_valid &= all(isinstance(text, str) for text in manifest.code.values())
-            if is_valid:
+            if manifest._is_valid():
                 return manifest
             problem = "wrong content"
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         advice = "Revert the change of this file, or delete it and reinstall TransformerEngine"
         raise ManifestError(f"{file} is not a valid manifest ({problem}). {advice}")
+
+    def _is_valid(self) -> bool:
+        """Return whether the values are valid, or raise an error of Python, for example TypeError."""
+        code = [item for digests in self.code.values() for item in digests.items()]
+        texts = [self.version, *self.fixes.values(), "" if self.te_version is None else self.te_version]
+        digests = [
+            text for before, after in self.files.values() for text in (after if before is None else before, after)
+        ]
+        return (
+            any(before for before, _ in self.files.values())  # a bake changes at least one module
+            and all(map(str.isprintable, [*texts, *(text for _, text in code)]))
+            and all(re.fullmatch("[0-9a-f]{64}", text) for text in digests)
+            and all(re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII) for path in self.files)  # inside TE
+            and all(re.fullmatch(rf"{TE}(\.\w+)+:[\w.<>]+", place, re.ASCII) for place, _ in code)
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -112,39 +111,30 @@ class Manifest:
             return ""
         return f"{self.by} baked this TransformerEngine, but this is te-graph-fixes {__version__}. Run:\n  {BAKE}"
 
-    def states(self, root: Path) -> dict[str, str]:
-        """Return the state of each module: `BEFORE`, `AFTER` or `CHANGED`. ``root`` is the folder that contains TE."""
-        states = {}
-        for path, (before, after) in self.files.items():
-            current = file_digest(root / path)
-            states[path] = AFTER if current == after else BEFORE if current == before else CHANGED
-        return states
+    def modules(self, source: Source) -> tuple[list[str], list[str]]:
+        """Return the paths of the modules that are as the bake wrote them, and of those that somebody changed later.
 
-    def is_overwritten(self, te_version: str | None, states: Mapping[str, str]) -> bool:
-        """Return whether another version of TE was installed over the bake, so that no edited module remains."""
-        edited = {states[path] for path, (before, _) in self.files.items() if before}
-        return te_version != self.te_version and AFTER not in edited
+        A module is in neither list if it is as before the bake, or if another TE was installed over the bake.
+        """
+        found = {path: file_digest(Path(source.location).parent / path) for path in self.files}
+        baked = [path for path in found if found[path] == self.files[path][1]]
+        is_overwritten = self.te_version != source.version and not any(self.files[path][0] for path in baked)
+        return baked, [path for path in found if found[path] not in self.files[path] and not is_overwritten]
 
 
 def read_manifest(source: Source) -> Manifest | None:
     """Read the manifest of a TE; None if there is none. Raise `ManifestError` unless the bake is intact."""
-    location = Path(source.location)
-    manifest = Manifest.read(location)
-    states = manifest.states(location.parent) if manifest else {}
-    if manifest is None or set(states.values()) == {AFTER}:
-        return manifest
-    changed = [path for path, state in states.items() if state == CHANGED]
-    if manifest.is_overwritten(source.version, states):
-        problem = f"TransformerEngine was reinstalled after {manifest.by} baked it, and old files remain"
-        advice = f"Replace them with `{BAKE}`, or delete them with `{UNDO}`"
-    elif changed:
+    if (manifest := Manifest.read(Path(source.location))) is None:
+        return None
+    baked, changed = manifest.modules(source)
+    if changed:
         problem = f"modules changed after {manifest.by} baked them: {', '.join(changed)}"
-        advice = f"Revert the change, or discard it with `{UNDO} --force`"
-    else:
-        done = list(states.values()).count(AFTER)
-        problem = f"a bake or its undo was interrupted, or is running: {done} of {len(states)} modules are baked"
-        advice = f"If none is running, run `{BAKE}` or `{UNDO}`"
-    raise ManifestError(f"{problem}. {advice}")
+        raise ManifestError(f"{problem}. Revert the change, or discard it with `{UNDO} --force`")
+    if len(baked) < len(manifest.files):
+        problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
+        advice = f"Unless one is running, run `{BAKE}` or `{UNDO}`"
+        raise ManifestError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")
+    return manifest
 
 
 def installed_manifest() -> Manifest | None:

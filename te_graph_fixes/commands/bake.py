@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import os
-import platform
 import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
-from ..manifest import AFTER, CHANGED, NAME, UNDO, Manifest, digest, file_digest, read_manifest
+from ..manifest import NAME, UNDO, Manifest, digest, file_digest, read_manifest
 from ..patching import PACKAGE, TE
 from ..patching.files import changed_code
 from ..patching.installation import patched
@@ -37,7 +35,7 @@ from ..version import __version__
 
 ORIGINAL, NEW = ".te-graph-fixes-original", ".te-graph-fixes-new"
 _GRAPH = f"{PACKAGE.replace('.', '/')}/graph.py"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class BakeError(Exception):
@@ -50,7 +48,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The
     manifest is at the end. Each text has the line breaks of its file.
     """
-    source, files = decision.source, {}
+    source, root, files = decision.source, Path(decision.source.location).parent, {}
     for name, texts in patched(source, decision.to_apply).items():
         module = source.find(name)
         before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
@@ -58,18 +56,14 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     if not files:
         return {}
     files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}
-    root = Path(source.location).parent
     digests = {
         path: ((file_digest(root / path) or digest(before.encode())) if before else None, digest(after.encode()))
         for path, (before, after) in files.items()
     }
-    statuses = {fix_id: str(verdict.status) for fix_id, verdict in decision.reading.verdicts.items()}
+    statuses = {fix_id: str(fix.status) for fix_id, fix in decision.fixes.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
-    statuses |= dict.fromkeys(decision.disabled, str(Status.DISABLED))
-    manifest = Manifest(
-        __version__, decision.source.version, statuses, digests, *changed_code(source, decision.to_apply)
-    )
-    return {**files, f"{TE}/{NAME}": ("", manifest.to_json())}
+    code = changed_code(source, decision.to_apply)
+    return {**files, f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json())}
 
 
 def module_path(source: Source, module: str) -> str:
@@ -81,99 +75,96 @@ def module_path(source: Source, module: str) -> str:
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Lock the TE in a folder for this process. Wait up to a minute for another process, and name it with ``note``."""
-    folder, end, holder = os.open(location, os.O_RDONLY), time.monotonic() + 60, ""
+    folder, holder = os.open(location, os.O_RDONLY), ""
     try:
-        while True:
+        for _ in range(600):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             if not holder:
                 holder = _lock_holder(folder)
                 note(f"Waiting for {holder}, which has locked {location}.")
-            if time.monotonic() > end:
-                raise BakeError(f"Nothing was changed, because {holder} still has {location} locked. Try again later.")
             time.sleep(0.1)
+        else:
+            raise BakeError(f"Nothing was changed, because {holder} still has {location} locked. Try again later.")
         yield
     finally:
         os.close(folder)
 
 
 def _lock_holder(folder: int) -> str:
-    """Name the process that has locked an open folder. It is unknown if it runs on another host, or as another user."""
-    lock = re.compile(rf"^lock:.* FLOCK .*:{os.fstat(folder).st_ino} ", re.MULTILINE)
-    for info in glob.iglob("/proc/[0-9]*/fdinfo/*"):
-        with contextlib.suppress(OSError):
-            if lock.search(Path(info).read_text()):
-                return f"process {info.split('/')[2]} on {platform.node()}"
+    """Name the process that has locked an open folder. It is unknown if it runs on another host."""
+    with contextlib.suppress(OSError):
+        lock = rf" FLOCK .* (\d+) \S+:{os.fstat(folder).st_ino} "
+        if found := re.search(lock, Path("/proc/locks").read_text()):
+            return f"process {found[1]}"
     return "another process"
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Deliver signals only after the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@_signals_held()
 def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the files of TE. After an error or a signal, TE is unchanged."""
+    """Write fixed modules and their manifest into the files of TE. After an error or a signal, call `undo`."""
     root, (*modules, manifest) = Path(source.location).parent, files
     _require_inside(source, modules)
-    with _signals_held():
-        try:
-            write_files(root, root, {manifest: files[manifest]}, NEW)
-            os.replace(f"{root / manifest}{NEW}", root / manifest)
-            for file in (root / path for path in modules if files[path][0]):
-                Path(f"{file}{ORIGINAL}").unlink(missing_ok=True)
-                shutil.copy2(file, f"{file}{ORIGINAL}", follow_symlinks=False)
-                _copy_owner(file, f"{file}{ORIGINAL}")
-            write_files(root, root, {path: files[path] for path in modules}, NEW)
-            for path in modules:
-                _delete_bytecode(root / path)
-                os.replace(f"{root / path}{NEW}", root / path)
-                if signal.sigpending() & set(_SIGNALS):
-                    raise BakeError("Nothing was changed, because a signal interrupted the bake.")
-        except BaseException:
-            undo(source)
-            raise
+    write_files(root, root, {manifest: files[manifest]}, NEW)
+    os.replace(f"{root / manifest}{NEW}", root / manifest)
+    for file in (root / path for path in modules if files[path][0]):
+        Path(f"{file}{ORIGINAL}").unlink(missing_ok=True)
+        shutil.copy2(file, f"{file}{ORIGINAL}", follow_symlinks=False)
+        _copy_owner(file, f"{file}{ORIGINAL}")
+    write_files(root, root, {path: files[path] for path in modules}, NEW)
+    for file in (root / path for path in modules):
+        _delete_bytecode(file)
+        os.replace(f"{file}{NEW}", file)
 
 
+@_signals_held()
 def undo(source: Source, force: bool = False) -> str:
-    """Restore every changed module byte for byte, and delete the added modules.
+    """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
     Return a message for the user; "" if there is no manifest. If another TE was installed over the bake, its modules
     stay. Raise `ManifestError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
-    location = Path(source.location)
+    location, root = Path(source.location), Path(source.location).parent
     Path(f"{location / NAME}{NEW}").unlink(missing_ok=True)
     if (manifest := Manifest.read(location)) is None:
         return ""
-    states = manifest.states(location.parent)
-    restored = {AFTER} if manifest.is_overwritten(source.version, states) else {AFTER, CHANGED}
-    if CHANGED in states.values() and CHANGED in restored and not force:
+    baked, changed = manifest.modules(source)
+    if changed and not force:
         read_manifest(source)  # raises an error that names the modules
-    modules = [path for path, state in states.items() if state in restored]
-    originals = {path: file_digest(f"{location.parent / path}{ORIGINAL}") for path in modules}
-    if lost := [path for path, original in originals.items() if manifest.files[path][0] not in (original, None)]:
+    before = {path: manifest.files[path][0] for path in (*baked, *changed)}
+    if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
         raise BakeError(
             f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
             f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
         )
     _require_inside(source, manifest.files)
-    with _signals_held():
-        _restore(location, manifest, modules)
-    return f"Undid the bake of {manifest.by}: {len(modules)} modules restored or deleted in {location}"
-
-
-def _restore(location: Path, manifest: Manifest, modules: Collection[str]) -> None:
-    """Restore or delete these modules. Then delete everything else that the bake wrote, and the manifest at the end."""
     try:
-        for path, (before, _) in reversed(manifest.files.items()):
-            file, original = location.parent / path, Path(f"{location.parent / path}{ORIGINAL}")
-            if path in modules:
+        for path in reversed(manifest.files):
+            file, original = root / path, Path(f"{root / path}{ORIGINAL}")
+            if path in before:
                 _delete_bytecode(file)
-                os.replace(original, file) if before else file.unlink()
+                os.replace(original, file) if before[path] else file.unlink()
             original.unlink(missing_ok=True)
             Path(f"{file}{NEW}").unlink(missing_ok=True)
         (location / NAME).unlink()
     except OSError as error:
+        left = f"{len(manifest.modules(source)[0])} of {len(manifest.files)} modules are baked"
         raise BakeError(
-            f"Cannot restore {error.filename2 or error.filename}: {error.strerror}. TransformerEngine can be imported, "
-            f"but the fixes are in some of its modules. Correct the cause, and run:\n  {UNDO}"
+            f"Cannot restore {error.filename2 or error.filename}: {error.strerror}. TransformerEngine can be imported; "
+            f"{left}. Correct the cause, and run:\n  {UNDO}"
         ) from error
+    return f"Undid the bake of {manifest.by}: {len(before)} modules restored or deleted in {location}"
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
@@ -205,13 +196,3 @@ def _require_inside(source: Source, paths: Iterable[str]) -> None:
         for written in (folder.resolve(), (folder / "__pycache__").resolve()):
             if not written.is_relative_to(location.resolve()):
                 raise BakeError(f"Nothing was changed, because {folder} leads outside TransformerEngine, to {written}.")
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Deliver signals only after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

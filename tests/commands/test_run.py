@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -325,7 +326,7 @@ def test_the_options_of_a_check_are_handed_on(run: Run, folder: Path) -> None:
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:
-    """It runs until it imports TE. Then the import raises, also if it is repeated."""
+    """It runs until it imports TE. Then the import raises, also if it is repeated, unless the fixes are off."""
     script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
     code = """
 print("works")
@@ -341,6 +342,11 @@ for _ in range(2):
     )
     done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder)
     assert outcome(done) == (0, f"works\n{said}{said}", "")
+    nonsense = dict.fromkeys(("TE_GRAPH_FIXES_DISABLE", "TE_GRAPH_FIXES_STRICT", "TE_GRAPH_FIXES_CHECK"), "nonsense")
+    done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder, TE_GRAPH_FIXES=" OFF", **nonsense)
+    assert (done.returncode, done.stdout) == (0, "works\n")
+    line = r"te-graph-fixes: host=\S+ rank=- te=unknown package=none mode=off applied=0 missing=0 digest=0{8}\n"
+    assert re.fullmatch(line, done.stderr)
 
 
 def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
