@@ -429,7 +429,7 @@ assert results() == RIGHT  # the refused import has left no module
 assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT="1",
-        PYTHONDONTWRITEBYTECODE="1",  # within a second Python would take it for that of the new text
+        PYTHONDONTWRITEBYTECODE="1",  # within a second, Python would use it for the new text
     )
 
 

@@ -238,7 +238,7 @@ def main(shape: str, recipe: str) -> None:
     kinds = {"tail": Tail, "experts": Experts, "stash": Stash, "sharded": Sharded}
     kind = kinds[shape.partition("-")[0]]
     fp8 = recipe != "bf16"
-    in_order = kind is not Experts  # else one graph for all microbatches of a layer
+    in_order = kind is not Experts  # if false, one graph serves all microbatches of a layer
     order = ORDER if in_order else (1, -1) * ORDER.count(1)
 
     def capture(layers: list[Any]) -> None:

@@ -31,7 +31,7 @@ AS_WITHOUT = ("a step", "microbatches", "after TE was reset")
 CORRECTED = ["TE after TE was reset"]
 """Without this package TE's own graphs in them are wrong."""
 if "grouped-linear-skip-flag" in published.te("installed").needed:
-    CORRECTED.append("after TE")  # upstream's correction is wrong there
+    CORRECTED.append("after TE")  # the upstream fix is wrong for these
 
 
 def different(setting: str) -> dict[str, dict[str, float]]:

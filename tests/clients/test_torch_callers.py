@@ -49,7 +49,7 @@ def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest
         assert calls[way]()(torch.zeros(1)).item() == 2
         installation.revert()
         torch.compiler.reset()
-        assert way == "scripted" or calls[way]()(torch.zeros(1)).item() == 1  # torch keeps what it has scripted
+        assert way == "scripted" or calls[way]()(torch.zeros(1)).item() == 1  # torch caches scripted functions
     finally:
         for name in ("standin_of_torch", CODE):
             del sys.modules[name]

@@ -62,7 +62,7 @@ def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
     from .kinds import connect
 
     connect()
-    signal.alarm(Server.limit)  # which a fork does not have of itself
+    signal.alarm(Server.limit)  # a fork does not inherit it
     rank, found = setting.dist.get_rank(), [{}, {}]
     setting.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
     if rank:
@@ -127,7 +127,7 @@ class Server:
         self.process = os.fork()
         if not self.process:
             for file in (os.fdopen(requests, "w"), os.fdopen(answers), *Server.files):
-                file.close()  # else who reads from them would not see their end
+                file.close()  # otherwise their reader would not see their end
             try:
                 self._serve(theirs, ours)
             finally:
@@ -150,7 +150,7 @@ class Server:
             if Server.pause:
                 pause_before_replays(Server.pause)
             gc.collect()
-            gc.freeze()  # what is there is not looked through by every program
+            gc.freeze()  # garbage collections in the programs skip existing objects
             answer(None)
         except Exception as error:
             from .digests import said
@@ -402,7 +402,7 @@ def search(options: argparse.Namespace) -> int:
     equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
     targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
     if options.breakages:
-        edits = {  # what several fixes bring is left out once
+        edits = {  # a text that several fixes add is omitted once
             edit: {"fix": fix_id, "edit": number}
             for fix_id, verdict in needed.items()
             for number, edit in enumerate(verdict.edits)

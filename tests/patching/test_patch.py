@@ -113,7 +113,7 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
         assert edits(source_of(before), patch) == []
         return
     assert applied(before, patch) == after
-    if "+" in {mark for mark, *_ in lines}:  # what it made is not made again
+    if "+" in {mark for mark, *_ in lines}:  # it does not edit its own result again
         with pytest.raises(UnrecognizedError):
             edits(source_of(after), patch)
 

@@ -130,7 +130,7 @@ def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         interface = None
         if not isinstance(data, torch.Tensor):
-            with contextlib.suppress(Exception):  # torch takes any error for an object without this attribute
+            with contextlib.suppress(Exception):  # torch treats any error as a missing attribute
                 interface = data.__cuda_array_interface__
         return plain(data, *args, **kwargs) if interface is None else _from_interface(interface)
 

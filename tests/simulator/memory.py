@@ -299,7 +299,7 @@ def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
     segment = _segment_at(at)
     taken, start, nbytes = _last_taken or (None, 0, 0)
     if segment is not None:
-        # A storage of its own, as on a GPU: who counts its uses counts those of this tensor.
+        # A separate storage, as on a GPU, so that its references are those of this tensor.
         storage, start = torch.from_numpy(segment.memory).untyped_storage(), segment.address
     elif taken is not None and 0 <= at - start < nbytes and (owned := _storage(taken)) is not None:
         storage = _outside(owned)

@@ -153,7 +153,7 @@ def evaluation_in_between() -> Iterator[Any]:
             module.eval()
             yield graphed(rand(grad=False))
             module.train()
-        yield graphed(rand())  # nobody calls its backward
+        yield graphed(rand())  # no code calls its backward
         x = rand()
         graphed(x).sum().backward()
         yield x.grad, update(module)

@@ -63,7 +63,7 @@ def _forks() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forks"],
         cwd=ROOT,
-        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # all else in its path is that of every child
+        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # the rest of its path is the same in every child
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

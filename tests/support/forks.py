@@ -32,7 +32,7 @@ KEPT = 6
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
     """Set up this process as if it was started for the program."""
-    if "transformer_engine" not in sys.modules:  # else in this environment, to which imports have added
+    if "transformer_engine" not in sys.modules:  # otherwise keep this environment, which imports have changed
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *base]

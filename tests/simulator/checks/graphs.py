@@ -196,7 +196,7 @@ def check_small_and_large_blocks_are_kept_apart() -> None:
 
     graph, (first, large, second, huge) = capture(lambda: blocks(0.5, 4, 1, 17))
     assert torch.cuda.memory_reserved() - reserved == (2 + 20 + 18) * mib
-    assert torch.cuda.memory_allocated() - allocated == 23.5 * mib  # the MiB that is left beside 17 is not kept apart
+    assert torch.cuda.memory_allocated() - allocated == 23.5 * mib  # the MiB next to the 17 is not a separate block
     assert second.data_ptr() - first.data_ptr() == mib / 2
     del large, huge
     _, (again,) = capture(lambda: blocks(0.25), graph.pool())

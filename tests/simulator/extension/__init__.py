@@ -53,7 +53,7 @@ class _Missing(type):
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)
         cls._number = next(_Missing._numbers)
-        cls.__members__: dict[str, _Missing] = {}  # as in an enumeration: those that TE has asked for
+        cls.__members__: dict[str, _Missing] = {}  # as in an enumeration: the values that TE has read
 
     def __int__(cls) -> int:
         return cls._number

@@ -436,7 +436,7 @@ def random_states(number: int) -> torch.Tensor:
     return states
 
 
-# What the C++ of the installed version does: known by what came into its Python with it.
+# Changes of TE's C++, recognized by changes of its Python in the same version.
 
 
 @functools.cache

@@ -30,11 +30,11 @@ class Program:
     not_captured: tuple[int, ...] = ()  # numbers of layers without a graph
     together: bool = False  # one capture for all layers, instead of one for each
     order: tuple[float, ...] = ()  # TE's ``_order``; by default, one microbatch after the other
-    microbatches: int = 2  # per step, if there is no order
+    microbatches: int = 2  # per step without an order
     layers_as_chunks: bool = False  # each layer is a chunk of the order
     reuse: bool = False  # graphs of an order share static buffers
     tuples: bool = False  # the sample arguments of an order are in a tuple, not in a list
-    delay: bool = False  # graphs delay wgrads: to their entries in the order, else until right after the dgrad
+    delay: bool = False  # graphs delay wgrads until their entries in the order, or until after the dgrad
     warmup: int = 3  # the number of warmup iterations
     warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has its own memory pool
