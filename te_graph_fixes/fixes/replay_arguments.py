@@ -29,7 +29,8 @@ from ..shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_replay_arguments import SampleArguments, refuse_quantized_outputs
++from ._te_replay_arguments import SampleArguments
++from ._te_replay_arguments_outputs import mark_outputs, refuse_quantized_outputs
 +
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
@@ -38,14 +39,14 @@ PATCH = """
 +    refuse_quantized_outputs(func, flatten_outputs, _reuse_graph_input_output_buffers)
 @@
 +sample_arguments = SampleArguments(
-+    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training,
-+    per_callable_static_outputs[i], per_callable_static_grad_outputs[i],
++    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
 +)
-+sample_arguments.add_to(replays[i])
++replays[i].add("forward check", "arguments", sample_arguments.check)
++mark_outputs(replays[i], sample_arguments, per_callable_static_outputs[i], per_callable_static_grad_outputs[i])
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_replay_arguments import refuse_backward
++from ._te_replay_arguments_outputs import refuse_backward
 +
 +if not is_training or all(grad is None for grad in static_grad_outputs):
 +    replay.add("backward check", "captured", refuse_backward)

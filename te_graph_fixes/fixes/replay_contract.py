@@ -16,51 +16,51 @@ from ..fix import Fix
 from ..shapes import REPLAY_STEPS
 
 PATCH = """
-@@ graph.py _graph_context_wrapper (at its start)
-+from ._te_replay_contract import note_capture
-+
-+note_capture(*args, **kwargs)
-
 @@ graph.py _make_graphed_callables
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
-+from ._te_own_copies import with_own_inputs
++from ._te_replay_contract_copies import with_own_inputs
 +
 +# With an order, callables share static inputs. Without one, each callable writes to its own.
 +sample_args, sample_kwargs = with_own_inputs(
 +    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
 +)
 @@
-+from ._te_module_tensors import WarmupRecord
 +from ._te_replay_contract import Preconditions
++from ._te_replay_contract_record import CaptureRecord
 +
-+warmup_run = WarmupRecord(callables, flatten_sample_args)
++capture_record = CaptureRecord(callables, flatten_sample_args)
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
-+warmup_run.note(func_idx, module, outputs)
++capture_record.note_warmup(func_idx, module, outputs)
 @@ graph.py _make_graphed_callables (2 times)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
-+with warmup_run.during_forward(fwd_graphs.index(fwd_graph)), ..., _graph_context_wrapper(fwd_graph, ...):
++with capture_record.during_forward(fwd_graphs.index(fwd_graph), mempool), ..., _graph_context_wrapper(fwd_graph, ...):
+     ...
+@@ (2 times)
+ with ..., _graph_context_wrapper(bwd_graph, ...):
++    capture_record.note_graph("backward", bwd_graphs.index(bwd_graph), mempool)
+     ...
+@@ (2 times)
+ with ..., _graph_context_wrapper(bwd_dw_graph, ...):
++    capture_record.note_graph("wgrad", bwd_dw_graphs.index(bwd_dw_graph), mempool)
      ...
 @@ graph.py _make_graphed_callables
 +for i in range(len(graph_callables)):
-+    preconditions = Preconditions(
++    record = capture_record.of(
 +        i,
 +        graph_callables,
 +        _num_layers_per_chunk if _order is not None else [len(callables)],
-+        (fwd_graphs[i], bwd_graphs[i], bwd_dw_graphs[i]),
 +        per_callable_static_outputs[i],
 +        per_callable_static_grad_inputs[i],
 +        per_callable_len_user_args[i],
 +        per_callable_static_input_surfaces[i],
-+        need_bwd_dw_graph.get(i, False),
 +        retain_graph_in_backward,
-+        warmup_run,
 +    )
-+    preconditions.add_to(replays[i])
++    Preconditions(record).add_to(replays[i])
  ret = []
 
 @@ graph.py _make_graphed_callables
-+from ._te_own_copies import drop_graph_from_copies
++from ._te_replay_contract_copies import drop_graph_from_copies
 +
 +drop_graph_from_copies(func, forward)
  func.forward = forward

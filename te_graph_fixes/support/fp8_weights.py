@@ -17,7 +17,11 @@ COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_
 
 
 class PrimaryWeights:
-    """The columnwise data of a module's quantized parameters."""
+    """The columnwise data of a module's quantized parameters.
+
+    Kernels read these parts, so the capture does not show which of them its dgrad reads. A part that it does not read
+    is updated too, which costs time and nothing else.
+    """
 
     def __init__(self, module: Any) -> None:
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
@@ -41,7 +45,11 @@ class PrimaryWeights:
 
 
 class CachedWeights:
-    """The quantized weights cached by the modules of a graph between microbatches."""
+    """The quantized weights cached by the modules of a graph between microbatches.
+
+    The capture does not show which of them its forward asked for, because each module of TE looks up its own. A cached
+    weight that the forward does not use is updated too, to the value that an eager call would compute.
+    """
 
     def __init__(self, module: Any) -> None:
         self._held = [

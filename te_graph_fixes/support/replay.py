@@ -20,7 +20,6 @@ backward deliver  after that                                                    
 wgrad check       at the start of `backward_dw`                                       none
                   then TE replays the wgrad
 wgrad deliver     after that, before TE runs the hooks of gradients                   none
-reset             at the start of `reset`                                             none
 ================  ==================================================================  ==============================
 
 Only a check may refuse a replay. It raises an error, and changes nothing: a refused replay leaves all state as it was.
@@ -59,7 +58,6 @@ ORDER: dict[str, tuple[str, ...]] = {
     "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
     "wgrad check": ("contract",),
     "wgrad deliver": ("order of replays", "gradients"),
-    "reset": ("contract",),
 }
 """The steps of each phase. A disabled fix adds none."""
 
@@ -167,8 +165,7 @@ class Replay:
         self._run("wgrad deliver")
 
     def reset(self) -> None:
-        """Run the steps of a reset, and drop all steps with their data. Later replays are refused."""
-        self._run("reset")
+        """Drop all steps with their data. Later replays are refused."""
         self._steps = {phase: [(0, self._refuse)] if phase.endswith("check") else [] for phase in ORDER}
 
     def _refuse(self, *_: Any) -> None:

@@ -402,6 +402,22 @@ for recipe in (DelayedScaling(), Float8CurrentScaling()):
     if needs_grad:  # not on every TE
         refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
 
+@torch.no_grad()
+def evaluate(graphed, recipe):
+    torch.manual_seed(1)
+    module = Module(fp8_output)
+    if graphed:
+        te.make_graphed_callables(module, (random(grad=False),), enabled=True, recipe=recipe)
+    torch.manual_seed(2)
+    found = []
+    for step in range(3):
+        with te.autocast(enabled=True, recipe=recipe):
+            found.append(module(random()).dequantize().clone())
+    return found
+
+for recipe in (DelayedScaling, Float8CurrentScaling):
+    assert all(map(torch.equal, evaluate(False, recipe()), evaluate(True, recipe())))
+
 refused(lambda: train(True, DelayedScaling()), "and got a Float8Tensor")
 if needs_grad:
     assert all(map(torch.equal, train(False, Float8CurrentScaling()), train(True, Float8CurrentScaling())))

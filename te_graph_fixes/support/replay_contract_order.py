@@ -9,22 +9,31 @@ between X and Y**.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
 
 RELEASED = -1
 """The position of all released graphs, before all others."""
+NEVER = sys.maxsize
+"""A position or time after all others."""
 
 
-class ReplayOrder:
+class MemoryPool:
     """The graphs of one memory pool: their positions in the sequence of captures, and the times of their last replays.
 
     Positions are 1 to ``count``. ``position`` is the position of the last replay. In the current run of replays, which
     began at the time ``run_began``, positions have only increased. A time is a number of replays, and ``now`` is the
-    current time.
+    current time. ``records`` are those of the callables, by the positions of their forwards. ``may_recompute``: in this
+    run of replays, a checkpoint has run a forward and may run it again. Gradients, and the outputs of forwards outside
+    of checkpoints, are then returned as copies.
     """
 
     def __init__(self) -> None:
-        self.now = self.run_began = self.position = self.count = 0
+        self.now = self.run_began = self.position = self.count = self.captures = 0
+        self.may_recompute = False
+        self.records: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.times: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self._released: list[int] = []

@@ -1,0 +1,48 @@
+"""The outputs of a graph: which of them need a gradient, and which of them TE cannot capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+
+def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
+    """Refuse the training graph of a callable with quantized outputs, if TE would quantize their gradients too.
+
+    If TE reuses the memory of outputs, it also loses their scales.
+    """
+    if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
+        raise ValueError(
+            f"{type(function).__name__} returns a quantized tensor, as with fp8_output=True. A graph would also "
+            "quantize its gradient. Capture it together with the module that reads the tensor, or return a tensor in "
+            "high precision."
+        )
+
+
+def refuse_backward(_ctx: Any) -> None:
+    """Refuse the backward of a graph without one."""
+    raise RuntimeError(
+        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
+    )
+
+
+def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outputs: Sequence[Any] | None) -> None:
+    """Make replays tell autograd which outputs need no gradient: those that needed none in the capture.
+
+    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
+    no backward was captured. A capture under `torch.no_grad` does not show which outputs need a gradient in grad mode.
+    """
+    needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
+    if grad_outputs is not None:
+        needs_grad = [grad is not None for grad in grad_outputs]
+    without = [index for index, needs in enumerate(needs_grad) if not needs]
+
+    def mark(ctx: Any, outputs: Sequence[Any]) -> None:
+        if not arguments.need_more_grads(ctx.call.inputs):
+            ctx.mark_non_differentiable(*[outputs[index] for index in without if outputs[index] is not None])
+
+    if without and torch.is_grad_enabled():
+        replay.add("forward record", "outputs without gradients", mark)

@@ -1,0 +1,213 @@
+"""The modules and tensors of a callable that its graphs use, and the check that they are the same as at the capture."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from operator import eq, is_
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.nn.utils import _named_member_accessor
+
+QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+"""The tensors of FP8 parameters, except their transposes: these may be recomputed."""
+FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
+"""The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
+
+_LOOKUP = torch.nn.Module.__getattr__.__code__
+_ACCESSOR = _named_member_accessor.__file__
+"""The file of `torch.func.functional_call` that exchanges parameters for the time of a call."""
+_SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class UsedMembers:
+    """The members of modules that a captured forward used, as a profiler sees them.
+
+    A lookup is ``module.name`` for any name that is no plain attribute, also if there is no such member. ``whole`` are
+    modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
+    ``note_forward`` is called for each module that runs.
+    """
+
+    def __init__(self, note_forward: Callable[[torch.nn.Module], None]) -> None:
+        self.lookups: dict[tuple[torch.nn.Module, str], int] = {}  # the id of the parameter that was found, or of None
+        self.whole: set[torch.nn.Module] = set()
+        self._ran: set[torch.nn.Module] = set()
+        self._note_forward = note_forward
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Note the call of a Python function."""
+        code = frame.f_code
+        if event != "call" or not code.co_argcount:
+            return
+        if code is _LOOKUP:
+            module, name = frame.f_locals["self"], frame.f_locals["name"]
+            self.lookups[module, name] = id(vars(module).get("_parameters", {}).get(name))
+        elif (runs := code.co_name == "forward") | (reads := _reads_registries(code)):
+            module = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(module, torch.nn.Module):
+                if reads:
+                    self.whole.add(module)
+                if runs:
+                    self._ran.add(module)
+                    self._note_forward(module)
+
+    def complete(self, modules: Iterable[torch.nn.Module], ran_in_warmup: set[torch.nn.Module]) -> None:
+        """Add to ``whole`` each of ``modules`` whose use the profiler did not see."""
+        seen = self._ran.union(module for module, _ in self.lookups)
+        for module in modules:
+            has_own_lookup = type(module).__getattr__ is not torch.nn.Module.__getattr__
+            if has_own_lookup or _is_compiled(module) or (module in ran_in_warmup and module not in seen):
+                self.whole.update(module.modules())
+            ran = {name for name, child in module._modules.items() if child in self._ran or child in ran_in_warmup}
+            if any((module, name) not in self.lookups for name in ran):
+                self.whole.add(module)
+
+    def include(self, module: torch.nn.Module, name: str) -> bool:
+        """Return whether the forward used a parameter, or may have.
+
+        Under `torch.func.functional_call`, a lookup finds another parameter than the module has after the call.
+        """
+        found = self.lookups.get((module, name))
+        return module in self.whole if found is None else found == id(module._parameters.get(name))
+
+
+@functools.cache
+def _reads_registries(code: CodeType) -> bool:
+    """Return whether a function reads the members of modules without a lookup."""
+    if code in _SETTERS or code.co_filename == _ACCESSOR:
+        return False
+    return not {"_modules", "_parameters"}.isdisjoint(code.co_names)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a profiler cannot see the Python code of a module."""
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+class CallableTensors:
+    """The members of a callable that its graphs use, and the tensors that they read, or add to (``fused``).
+
+    The members must be the same objects as at the capture. Others may be added, replaced or removed, because neither
+    the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the gradients
+    that the dgrad returns. How a forward uses a parameter that it looked up cannot be seen, so each of these counts as
+    read. So does a parameter in a plain attribute, such as a list, because its use is no lookup.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        returned: dict[torch.Tensor, torch.Tensor | None],
+        used: UsedMembers,
+    ) -> None:
+        modules = [*dict.fromkeys([*modules, *(module for module, _ in used.lookups)])]
+        plain = [value for module in modules for name, value in vars(module).items() if name not in _REGISTRIES]
+        read = {*returned, *(tensor for tensor in tensors_in(plain) if isinstance(tensor, torch.nn.Parameter))}
+        whole = [module for module in modules if module in used.whole]
+        parameters = [
+            (module._parameters, name, value)
+            for module in modules
+            for name, value in module._parameters.items()
+            if (value in read or used.include(module, name)) and (value is None or value.numel())
+        ]
+        # A module or a parameter may take a name that the forward looked up without success.
+        others = [(module, name) for module, name in used.lookups if name not in module._parameters | module._buffers]
+        children = [*others, *((module, name) for module in whole for name in module._modules)]
+        names = [(registry, name, f"a parameter ({name})") for registry, name, _ in parameters]
+        names += [(module._modules, name, f"a module ({name})") for module, name in children]
+        names += [(m._parameters, name, f"a parameter ({name})") for m, name in others if name not in m._modules]
+        lists = [(module._modules, "", f"a module in {type(module).__name__}") for module in whole]
+
+        held = [(value, name) for _, name, value in parameters if value is not None]
+        parts = [(value, part, f"the {part} of a parameter") for value, _ in held for part in QUANTIZED]
+        fuses = [module for module in modules if any(getattr(module, name, False) for name in FUSES_WGRADS)]
+        may_fuse = {weight for module in fuses for weight in module.parameters(recurse=False)}
+        self.frozen = [value for value, _ in held if not value.requires_grad]
+        self.fused = {
+            value for value, _ in held if value.requires_grad and _is_fused(value, returned.get(value), may_fuse)
+        }
+        self.members = [_Slots(names, _objects, is_), _Slots(lists, _lengths, eq)]
+        self.read = [  # a tensor that consists of other tensors, such as an FP8 weight, has no address
+            _Slots([(value, "", f"a parameter ({name})") for value, name in held if value.data_ptr()], _addresses, eq),
+            _Slots([slot for slot in parts if _has_address(*slot[:2])], _addresses_of_attributes, eq),
+        ]
+        main_grads = [(value, "main_grad", "the main_grad of a parameter") for value in self.fused]
+        self.main_grads = _Slots(main_grads, _addresses_of_attributes, eq)
+
+
+class _Slots:
+    """What must stay the same as at the capture: members or addresses, each with its owner, its key and its name."""
+
+    def __init__(
+        self,
+        slots: Iterable[tuple[Any, str, str]],
+        read: Callable[[Iterable[Any], Iterable[str]], Iterator[Any]],
+        is_same: Callable[[Any, Any], bool],
+    ) -> None:
+        self._read, self._is_same, slots = read, is_same, [*slots]
+        self._owners, self._keys, self._names = ([slot[field] for slot in slots] for field in range(3))
+        self._at_capture = [*read(self._owners, self._keys)]
+
+    def require_same(self, callable_name: str) -> None:
+        """Raise RuntimeError if one is different or missing."""
+        are_same: list[bool] = []
+        with suppress(AttributeError, TypeError, RuntimeError):  # a tensor is missing
+            are_same += map(self._is_same, self._read(self._owners, self._keys), self._at_capture)
+        if len(are_same) < len(self._names) or not all(are_same):
+            raise RuntimeError(
+                f"{callable_name}: {self._names[[*are_same, False].index(False)]} was added, replaced, moved or "
+                "resized after this graph was captured, and the graph would use the old one. Copy into it in place, or "
+                "capture again."
+            )
+
+
+def _objects(registries: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
+    return map(dict.get, registries, names)
+
+
+def _lengths(registries: Iterable[Any], _: Iterable[str]) -> Iterator[int]:
+    return map(len, registries)
+
+
+def _addresses(tensors: Iterable[Any], _: Iterable[str]) -> Iterator[int]:
+    return map(torch.Tensor.data_ptr, tensors)
+
+
+def _addresses_of_attributes(owners: Iterable[Any], names: Iterable[str]) -> Iterator[int]:
+    return map(torch.Tensor.data_ptr, map(getattr, owners, names))
+
+
+def _has_address(owner: Any, name: str) -> bool:
+    tensor = getattr(owner, name, None)
+    return isinstance(tensor, torch.Tensor) and tensor.data_ptr() != 0
+
+
+def _is_fused(weight: torch.Tensor, grad: torch.Tensor | None, may_fuse: set[torch.Tensor]) -> bool:
+    """Return whether the backward added the wgrad of ``weight`` to its ``main_grad``.
+
+    The dgrad then returned a dummy and marked the weight, or returned no ``grad``. Without a ``grad``, only the module
+    tells a fused wgrad from a delayed one: ``may_fuse`` are the weights of modules that fuse.
+    """
+    is_marked = bool(getattr(weight, "grad_added_to_main_grad", False))
+    return _has_address(weight, "main_grad") and (is_marked or (grad is None and weight in may_fuse))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, and the parameters, buffers and attributes of the modules in them."""
+    found: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if id(value) in found or not isinstance(value, (torch.Tensor, torch.nn.Module, dict, list, tuple, set)):
+            continue
+        found[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            rest += vars(value).values()
+        elif not isinstance(value, torch.Tensor):
+            rest += value.values() if isinstance(value, dict) else value
+    return [value for value in found.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,327 @@
+"""The record of a capture: what the warmup and the captures of each callable showed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import gt
+from typing import Any
+
+import torch
+from torch._C import _storage_Use_Count
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformer_engine.pytorch.distributed import get_all_rng_states
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+from ._te_replay_contract_members import CallableTensors, UsedMembers, tensors_in
+from ._te_replay_contract_order import NEVER, MemoryPool
+
+_LOOKUP = torch.nn.Module.__getattr__.__code__
+
+
+# Records own the pools. A reload of this module must not lose them.
+_pools: weakref.WeakValueDictionary[Any, MemoryPool] = globals().get("_pools", weakref.WeakValueDictionary())
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The facts about one callable and microbatch, which do not change after the capture.
+
+    ``forward``, ``backward`` and ``wgrad`` are the positions of its graphs in the memory ``pool``, 0 for a graph that
+    was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
+    that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``recipe`` is the
+    recipe of the capture if the callable computes in FP8.
+    ``read`` is what a forward reads beside its inputs, or None if equal inputs may lead to other outputs. ``written``
+    are the outputs that a forward overwrites. ``outputs`` and ``grads`` are returned tensors in graph memory.
+    """
+
+    pool: MemoryPool
+    name: str
+    microbatch: int
+    forward: int
+    backward: int
+    wgrad: int
+    end_of_forward: int
+    end_of_backward: int
+    advice: str
+    delays_wgrad: bool
+    inputs: range
+    tensors: CallableTensors
+    fused: Sequence[bool]
+    recipe: Any
+    read: Sequence[torch.Tensor] | None
+    written: Sequence[torch.Tensor]
+    outputs: ReturnedTensors
+    grads: ReturnedTensors
+
+
+@dataclass
+class _Observed:
+    """What the warmup and captures of one callable have shown so far. ``ran`` are the modules that the warmup ran."""
+
+    positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # of each graph, in its memory pool
+    recipe: Any = None
+    ran: set[torch.nn.Module] = field(default_factory=set)
+    draws: bool = False
+    used: UsedMembers | None = None
+
+    def note_recipe(self, module: torch.nn.Module) -> None:
+        """Note the recipe of the capture's autocast if a module computes in FP8 in it."""
+        manager = FP8GlobalStateManager
+        # `fp8_graph_capturing` is also true in a module's own autocast.
+        if manager.is_fp8_enabled() and manager.get_autocast_state()[-1]:
+            recipe = manager.get_fp8_recipe()
+            of_operations = (getattr(inner, "_fp8_metas", None) for inner in module.modules())
+            quantizes = hasattr(module, "fp8_meta") or any(of_operations)
+            if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
+                self.recipe = recipe
+
+    def used_members(self, modules: Sequence[torch.nn.Module]) -> UsedMembers:
+        """Return the members of ``modules`` that the captured forward used: all if they were not recorded."""
+        used = self.used or UsedMembers(self.note_recipe)
+        if self.used is None:
+            used.whole.update(modules)
+        used.complete(modules, self.ran)
+        return used
+
+    def repeats(self) -> bool:
+        """Return whether a forward returns equal values whenever all that it reads has equal values.
+
+        It then draws no random numbers, and does not compute in FP8, whose scales change. False if no forward ran in
+        the warmup, because then nothing is known.
+        """
+        computes_fp8 = self.recipe is not None or any(map(_has_fp8_state, self.ran))
+        return bool(self.ran) and not self.draws and not computes_fp8
+
+
+class CaptureRecord:
+    """Collects the facts of a capture, from before its warmup on.
+
+    ``functions`` are the callables, and ``inputs`` are the sample arguments of each callable and microbatch. References
+    to tensors are weak, and copies are in CPU memory, because a capture must not need more GPU memory than TE's.
+    """
+
+    def __init__(self, functions: Sequence[torch.nn.Module], inputs: Sequence[Any]) -> None:
+        self._observed = [_Observed() for _ in inputs]
+        self._random_states = _random_states()
+        held = tensors_in(list(functions))
+        self._versions = {id(t): (weakref.ref(t), version(t)) for t in [*held, *tensors_in([*inputs])]}
+        self._buffers = {storage_of(t): weakref.ref(t) for t in held if not isinstance(t, torch.nn.Parameter)}
+        self._returned: dict[int, list[torch.Tensor]] = {}
+
+    def note_warmup(self, number: int, module: torch.nn.Module, outputs: Any) -> None:
+        """Note that a callable ran ``module``, and what it returned."""
+        observed = self._observed[number]
+        observed.ran.add(module)
+        observed.note_recipe(module)
+        states, self._random_states = self._random_states, _random_states()
+        observed.draws |= not all(map(torch.equal, states, self._random_states))
+        for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
+            values, buffer = self._returned.setdefault(key, []), self._buffers[key]()
+            if buffer is not None and (len(values) < 2 or torch.equal(*values)):
+                values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and the last or another one
+
+    def note_graph(self, kind: str, number: int, handle: Any) -> None:
+        """Note the position of a graph about to be captured in the memory pool with this ``handle``."""
+        pool = _pools.setdefault(handle, MemoryPool())
+        self._observed[number].positions[kind] = pool, pool.new_position()
+
+    @contextmanager
+    def during_forward(self, number: int, handle: Any) -> Iterator[None]:
+        """Record the members that a captured forward uses, unless another profiler or `__getattr__` is in place."""
+        self.note_graph("forward", number, handle)
+        observed = self._observed[number]
+        is_free = sys.getprofile() is None and _LOOKUP.co_varnames[:2] == ("self", "name")
+        if is_free:
+            observed.used = UsedMembers(observed.note_recipe)
+            sys.setprofile(observed.used.note)
+        try:
+            yield
+        finally:
+            if is_free:
+                sys.setprofile(None)
+
+    def of(
+        self,
+        number: int,
+        functions: Sequence[torch.nn.Module],
+        chunks: Sequence[int],
+        outputs: Iterable[Any],
+        grad_inputs: Sequence[Any] | None,
+        inputs: int,
+        static_inputs: Sequence[torch.Tensor],
+        retains_graph: bool,
+    ) -> Record:
+        """Return the record of a callable and microbatch.
+
+        ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
+        callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
+        of its graphs are user inputs, with the number ``inputs``, followed by parameters.
+        """
+        function, observed = functions[number], self._observed[number]
+        modules, held = [*function.modules()], tensors_in(function)
+        pool, forward = observed.positions["forward"]
+        backward = observed.positions.get("backward", (None, 0))[1]
+        wgrad_pool, wgrad = observed.positions.get("wgrad", (None, 0))
+        wgrad = wgrad if wgrad_pool is pool else 0  # without an order, `wgrad-memory-reuse` uses a separate pool
+        pool.captures += number == 0
+        name, microbatch = _name(functions, number, chunks, len(functions) // sum(chunks))
+        if pool.captures > 1:
+            name += f" of capture {pool.captures} in its memory pool"
+
+        outputs, grads, parameters = plain_tensors(outputs), grad_inputs or (), static_inputs[inputs:]
+        returned = dict(zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True)) if backward else {}
+        tensors = CallableTensors(modules, returned, observed.used_members(modules))
+        unwritten = [*filter(self._is_unwritten, held)]
+        unwritten_inputs = filter(self._is_unwritten, plain_tensors(static_inputs[:inputs]))
+        written = _written_outputs(outputs, unwritten, [*unwritten_inputs])
+        end_of_forward, advice = _end_of_forward(backward, retains_graph, outputs)
+        record = Record(
+            pool=pool,
+            name=name,
+            microbatch=microbatch,
+            forward=forward,
+            backward=backward,
+            wgrad=wgrad,
+            end_of_forward=end_of_forward,
+            end_of_backward=wgrad or pool.count + 1,
+            advice=advice,
+            delays_wgrad=wgrad_pool is not None,
+            inputs=range(inputs),
+            tensors=tensors,
+            fused=[parameter in tensors.fused for parameter in parameters],
+            recipe=observed.recipe,
+            read=held if observed.repeats() and len(unwritten) == len(held) else None,
+            written=written,
+            outputs=ReturnedTensors(written),
+            grads=ReturnedTensors(grads[:inputs]),
+        )
+        kinds = {forward: "forward", backward: "backward", wgrad: "backward_dw"}
+        names = {position: f"the {kind} of {name}" for position, kind in kinds.items() if position}
+        pool.names.update(names)
+        pool.records[forward] = record
+        weakref.finalize(record, pool.release, [*names])
+        return record
+
+    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor existed before the warmup, and no forward has written it since.
+
+        Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
+        compared too. If it was returned only once, nothing is known, and it counts as written.
+        """
+        known, version_before = self._versions.get(id(tensor), (None, None))
+        returned = self._returned.get(storage_of(tensor))
+        is_same = known is not None and known() is tensor and version_before == version(tensor)
+        return is_same and (returned is None or (len(returned) == 2 and torch.equal(*returned)))
+
+
+class ReturnedTensors:
+    """The memory of the tensors returned by a graph. The references do not own it, because ``reset()`` must free it."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        owners = [value for tensor in plain_tensors(tensors) for value in parts(tensor) if value.numel()]
+        self._storages = [StorageWeakRef(value.untyped_storage()) for value in owners]
+        self._uses_at_capture = self._uses()
+
+    def _uses(self) -> list[int]:
+        return [0 if ref.expired() else _storage_Use_Count(ref.cdata) for ref in self._storages]
+
+    def are_referenced(self) -> bool:
+        """Return whether any storage has more references than at the capture."""
+        return any(map(gt, self._uses(), self._uses_at_capture))
+
+    def include(self, storages: set[int]) -> bool:
+        """Return whether these tensors use any of ``storages``."""
+        return any(ref.cdata in storages for ref in self._storages)
+
+
+def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values."""
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with the data of a quantized tensor, which has no storage of its own; else the tensor."""
+    return plain_tensors(vars(tensor).values()) if isinstance(tensor, QuantizedTensor) else [tensor]
+
+
+def version(tensor: torch.Tensor) -> Any:
+    """Return the number of in-place changes to a tensor; for an inference tensor, an object unlike all others."""
+    return object() if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 if it has none, as an FP8 tensor that consists of other tensors."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.data_ptr() else 0
+
+
+def _random_states() -> list[torch.Tensor]:
+    states = get_all_rng_states().values()
+    return [
+        torch.cuda.get_rng_state(),
+        *(state if isinstance(state, torch.Tensor) else state.get_state() for state in states),
+    ]
+
+
+def _has_fp8_state(module: torch.nn.Module) -> bool:
+    states = (getattr(module, "_fp8_metas", None) or {}).values()
+    return getattr(module, "fp8_initialized", False) or any(states)
+
+
+def _name(functions: Sequence[Any], number: int, chunks: Iterable[int], microbatches: int) -> tuple[str, int]:
+    """Return the name of a callable for error messages, and its microbatch.
+
+    TE lists the microbatches of each model chunk together.
+    """
+    function, first = functions[number], 0
+    for callables in chunks:
+        if number < callables * microbatches:
+            break
+        number -= callables * microbatches
+        first += callables
+    layer = f", layer {function.layer_number}" if hasattr(function, "layer_number") else ""
+    name, microbatch = f"callable {first + number % callables} ({type(function).__name__}{layer})", number // callables
+    return (f"{name} of microbatch {microbatch}" if microbatches > 1 else name), microbatch
+
+
+def _written_outputs(
+    outputs: list[torch.Tensor], held: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the outputs whose values a replay overwrites. ``held`` and ``inputs`` are tensors that no forward writes.
+
+    A parameter or a buffer stays as it is. TE copies the next input into a static input, but thereby gives a new
+    version to this input and to its views.
+    """
+    held_storages, storages, inputs = {*map(storage_of, held)} - {0}, {*map(storage_of, inputs)}, {*map(id, inputs)}
+
+    def is_kept(output: torch.Tensor) -> bool:
+        is_view_of_input = storage_of(output) in storages and (output._is_view() or id(output) in inputs)
+        return storage_of(output) in held_storages or is_view_of_input
+
+    return [output for output in outputs if not is_kept(output)]
+
+
+def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.Tensor]) -> tuple[int, str]:
+    """Return the position from which graphs may have received memory that a forward wrote, and advice for an error.
+
+    With ``retains_graph``, autograd's graph of the outputs retains this memory until the end of the capture, unless TE
+    has released the outputs to reuse their memory. Functions of TE release in their backward what they saved.
+    """
+    if not retains_graph:
+        return backward, " For several backwards of one forward, capture with retain_graph_in_backward=True."
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    if not nodes:
+        return backward + 1, ""
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "tensor_objects") or hasattr(node, "backward_objects"):
+            return backward, " A module of TransformerEngine runs one backward for each forward: add the losses."
+        new = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= new
+        nodes += new
+    return NEVER, ""
