@@ -25,7 +25,8 @@ import sys
 from .activation import activate, deactivate, report
 from .agreement import require_same_on_all_ranks
 from .checking import check, environment_options
-from .report import FixNotAppliedError, FixStatus, Report, TEGraphFixesWarning
+from .messages import FixNotAppliedError, TEGraphFixesWarning
+from .status import FixStatus, Report
 from .version import __version__
 
 __all__ = [

@@ -25,14 +25,15 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .messages import FixNotAppliedError, TEGraphFixesWarning, print_status_line, problem_summary
 from .patching import PACKAGE, TE
-from .ranks import is_first_on_host, print_status_line
-from .report import FixNotAppliedError, FixStatus, Report, problem_summary, warn_once
+from .ranks import is_first_on_host
 from .settings import Settings, unknown_variables
-from .status import Status
+from .status import FixStatus, Report, Status
+from .support.warn_once import warn_once
 
 if TYPE_CHECKING:
-    from .decision import Decision, Reading
+    from .decision import Decision
     from .patching.installation import Installation
 
 _COPIED = "_make_graphed_callables"
@@ -103,7 +104,7 @@ class _Activation:
             return
         require_wrapt()
         for text in unknown_variables():
-            warn_once(text)
+            _warn(text)
         self._start(settings)
 
     def _start(self, settings: Settings) -> None:
@@ -138,7 +139,7 @@ class _Activation:
         from .manifest import UNDO, installed_manifest
 
         if manifest := installed_manifest():
-            warn_once(f"The fixes that {manifest.by} baked into TransformerEngine stay active until `{UNDO}`.")
+            _warn(f"The fixes that {manifest.by} baked into TransformerEngine stay active until `{UNDO}`.")
 
     def _watch(self) -> None:
         """Register the hook with wrapt, which calls it at the end of TE's next import.
@@ -182,7 +183,7 @@ class _Activation:
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             report = self._report_if_off() if settings.off else self.report()
-            problems = "" if settings.off else "\n".join(filter(None, [_conflict(settings), problem_summary(report)]))
+            problems = "" if settings.off else "\n".join(filter(None, [self._conflict(), problem_summary(report)]))
             if problems and settings.strict:
                 self._uninstall()
                 self._failure = "nothing was changed: strict mode raised an error"
@@ -193,9 +194,18 @@ class _Activation:
         print_status_line(report, settings.verbose, f' undo="{UNDO}"' if is_undone_by_bake else "")
         if problems and settings.strict:
             raise FixNotAppliedError(problems)
-        warn_once(problems)
+        _warn(problems)
         if is_first_on_host() and not settings.off:
-            warn_once("\n".join(report.copy_warnings()))
+            _warn("\n".join(report.copy_warnings()))
+
+    def _conflict(self) -> str:
+        """Return how a bake differs from this package's version or the settings, as a sentence; "" if they agree."""
+        from .decision import settings_conflict
+
+        manifest = self._decision.reading.manifest if self._decision else None
+        if self._decision is None or manifest is None:
+            return ""
+        return manifest.outdated or settings_conflict(self._decision)
 
     def _report_if_off(self) -> Report:
         """Return the report, or an empty one after an error, because turning the fixes off must always work."""
@@ -204,15 +214,21 @@ class _Activation:
         return Report(None, {}, mode="off")
 
     def _install(self, settings: Settings) -> None:
-        from .decision import compose, decide, read_installed
+        from .decision import compose, decide, read
         from .manifest import installed_manifest
+        from .patching.source import Source, TENotFoundError
 
         if settings.off and installed_manifest() is None:
             return
         if self._earlier_graphs is None:
             self._earlier_graphs = _captured_graphs()
         self._copies = _copies_of_graphs()
-        self._decision = decide(read_installed(), settings)
+        try:
+            source = Source.installed()
+        except TENotFoundError as error:  # another package has replaced TE in `sys.modules`
+            self._failure = str(error)
+            return
+        self._decision = decide(read(source), settings)
         self._decision, installation = compose(self._decision)
         self._decision.source.forget_modules()
         installation.install()
@@ -231,7 +247,7 @@ class _Activation:
 
     def report(self) -> Report:
         """Return the status of every fix. A fix is reported as applied only if its code is active now."""
-        from .decision import read, state_digest
+        from .decision import decide, read, state_digest
         from .fixes import CATALOGUE
         from .manifest import installed_manifest
         from .patching.source import Source, TENotFoundError
@@ -242,11 +258,11 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
-            # Without a decision, the source is not searched. Verdicts then come only from a manifest.
-            reading = decision.reading if decision else read(source) if source and installed_manifest() else None
-            manifest = reading.manifest if reading else None
-            is_loaded = decision is not None or loaded(PACKAGE)
-            baked = _baked_statuses(reading, is_loaded) if reading and manifest else {}
+            if decision is None and source and installed_manifest():  # else the source would be searched
+                decision = decide(read(source), self._settings or Settings(frozenset()))
+            manifest = decision.reading.manifest if decision else None
+            is_loaded = self._decision is not None or loaded(PACKAGE)
+            baked = _baked_statuses(decision, is_loaded) if decision and manifest else {}
             fixes = {}
             for fix in CATALOGUE.values():
                 status, reason = baked.get(fix.id) or self._status_of(fix.id, missing)
@@ -277,7 +293,7 @@ class _Activation:
         if self._settings.off:
             return Status.DISABLED, "disabled by the settings"
         decided = self._decision.fixes[fix_id] if self._decision else None
-        if decided and decided.status != Status.APPLICABLE:
+        if decided and decided.status != Status.PENDING:
             return decided.status, decided.reason
         if self._installation and decided:
             if self._installation.is_live(fix_id):
@@ -290,32 +306,27 @@ class _Activation:
         return Status.PENDING, missing or "TransformerEngine is not imported yet"
 
 
-def _baked_statuses(reading: Reading, is_loaded: bool) -> dict[str, tuple[Status, str]]:
+def _baked_statuses(decision: Decision, is_loaded: bool) -> dict[str, tuple[Status, str]]:
     """Return the status of every fix and the reason, for a baked TE and the functions that this process has loaded."""
     from .patching.files import live_changes
 
-    statuses = {fix_id: (verdict.status, verdict.reason) for fix_id, verdict in reading.verdicts.items()}
-    if (manifest := reading.manifest) is None:
+    statuses = {fix_id: (fix.status, fix.reason) for fix_id, fix in decision.fixes.items()}
+    if (manifest := decision.reading.manifest) is None:
         return statuses
-    live = live_changes(reading.source, manifest.code) if is_loaded else ()
+    live = live_changes(decision.source, manifest.code) if is_loaded else ()
     for fix_id in statuses.keys() & manifest.applied:
         if not is_loaded:
             reason = f"{statuses[fix_id][1]}. TransformerEngine is not imported yet"
             statuses[fix_id] = Status.PENDING, reason
         elif fix_id not in live:
             statuses[fix_id] = Status.FAILED, _NOT_LOADED.format(manifest.by)
-    reading.source.forget_modules()
+    decision.source.forget_modules()
     return statuses
 
 
-def _conflict(settings: Settings) -> str:
-    """Return how a bake differs from this package's version or the settings, as a sentence, or "" if they agree."""
-    from .decision import settings_conflict
-    from .manifest import installed_manifest
-
-    manifest = installed_manifest()
-    outdated = manifest.outdated if manifest and not settings.off else ""
-    return outdated or settings_conflict(settings, manifest)
+def _warn(text: str) -> None:
+    if text:
+        warn_once(text, category=TEGraphFixesWarning)
 
 
 def _wait_for_other_threads() -> None:

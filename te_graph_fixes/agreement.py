@@ -11,8 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 from .activation import report
-from .report import FixNotAppliedError, Report, by_reason, named
-from .status import Status
+from .messages import FixNotAppliedError
+from .status import Report, Status
+from .text import by_reason, named
 
 _RECORD = "<4si4s?3x"
 """The record of a rank: its digest, the number of missing fixes, the expected digest, and whether there is one."""

@@ -1,6 +1,6 @@
 """The steps from TransformerEngine's (TE's) source to the installed fixes.
 
-    read(source)               returns a verdict for every fix, from the source only
+    read(source)               assesses the source for every fix, and returns a verdict with its reason and edits
     decide(reading, settings)  combines the verdicts with the settings into a status for every fix
     compose(decision)          compiles the fixes to apply, except those that fail in this process
     Installation.install()     changes TE, as the only step: installs all fixes or none; `revert` undoes it
@@ -17,65 +17,68 @@ from graphlib import TopologicalSorter
 
 from packaging.version import InvalidVersion, Version
 
-from .fix import OLDEST, Fix, Verdict
+from .fix import OLDEST, Assessment, Fix
 from .fixes import CATALOGUE
 from .manifest import BAKE, UNDO, Manifest, ManifestError, digest, read_manifest
 from .patching.installation import Installation
-from .patching.source import Source, TENotFoundError
-from .report import Report, named
+from .patching.source import Source
 from .settings import Settings
-from .status import BAKED, CANNOT_APPLY, WITHOUT_BUG, Status
+from .status import BAKED, CANNOT_APPLY, FixStatus, Report, Status, Verdict
+from .text import named
+
+_WITHOUT_BUG = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The ``verdicts`` for one TE, by fix id, and its ``manifest`` if fixes are baked into its files."""
+    """The ``assessments`` of one TE, by fix id, and its ``manifest`` if fixes are baked into its files."""
 
     source: Source
-    verdicts: Mapping[str, Verdict]
+    assessments: Mapping[str, Assessment]
     manifest: Manifest | None = None
+
+    @property
+    def disabled_in_bake(self) -> list[str]:
+        return self.manifest.disabled if self.manifest else []
+
+    def status_of(self, fix: Fix) -> FixStatus:
+        """Return the status of a fix if the settings select it and all fixes that it requires are applied."""
+        found = self.assessments[fix.id]
+        status = Status.PENDING if found.verdict == Verdict.APPLICABLE else Status(found.verdict.value)
+        if fix.id in self.disabled_in_bake:
+            status = Status.DISABLED
+        return FixStatus(status, found.reason, fix.upstream, found.targets)
 
 
 def read(source: Source) -> Reading:
-    """Return the verdicts for a TE. If it is baked, read them from its manifest; else match every fix."""
+    """Assess a TE. If it is baked, read the verdicts from its manifest; else match every fix."""
     try:
         manifest = read_manifest(source)
     except ManifestError as error:
-        return _unrecognized(source, str(error))
+        return Reading(source, dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, str(error))))
     if manifest:
-        return Reading(source, _baked_verdicts(manifest), manifest)
-    return Reading(source, verdicts(source))
+        return Reading(source, _baked(manifest), manifest)
+    return Reading(source, assess(source))
 
 
-def verdicts(source: Source) -> dict[str, Verdict]:
-    """Return a verdict for every fix, by matching the fix against the source of a TE."""
+def assess(source: Source) -> dict[str, Assessment]:
+    """Return the assessment of every fix, by matching the fix against the source of a TE."""
     if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
-        return dict.fromkeys(CATALOGUE, Verdict(Status.NOT_APPLICABLE, "this TransformerEngine is without PyTorch"))
+        without = Assessment(Verdict.NOT_APPLICABLE, "this TransformerEngine is without PyTorch")
+        return dict.fromkeys(CATALOGUE, without)
     version = _parsed(source.version)
     if version and version.release < Version(OLDEST).release:
         reason = f"version {source.version} is too old ({OLDEST} is the oldest tested); upgrade it, or turn graphs off"
-        return dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, reason))
-    return {fix.id: _checked_by_version(fix, fix.verdict_on(source), version) for fix in CATALOGUE.values()}
+        return dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, reason))
+    return {fix.id: _checked_by_version(fix, fix.assess(source), version) for fix in CATALOGUE.values()}
 
 
-def read_installed() -> Reading:
-    """Return the verdicts for the installed TE. If there is no TE, every verdict is ``unrecognized``."""
-    try:
-        return read(Source.installed())
-    except TENotFoundError as error:
-        return _unrecognized(Source("", None), str(error))
-
-
-def _unrecognized(source: Source, reason: str) -> Reading:
-    return Reading(source, dict.fromkeys(CATALOGUE, Verdict(Status.UNRECOGNIZED, reason)))
-
-
-def _checked_by_version(fix: Fix, verdict: Verdict, version: Version | None) -> Verdict:
-    """Return the verdict, or ``unrecognized`` if the feature was not found in a version that should have the bug."""
-    if verdict.status != Status.NOT_APPLICABLE or version is None or not _must_have_bug(version, fix):
-        return verdict
-    reason = f"TransformerEngine {version} should have this bug, but its feature was not found: {verdict.reason}"
-    return Verdict(Status.UNRECOGNIZED, reason)
+def _checked_by_version(fix: Fix, found: Assessment, version: Version | None) -> Assessment:
+    """Return the assessment, but ``unrecognized`` if the feature is missing in a version that should have the bug."""
+    if found.verdict != Verdict.NOT_APPLICABLE or version is None or not _must_have_bug(version, fix):
+        return found
+    reason = f"TransformerEngine {version} should have this bug, but its feature was not found: {found.reason}"
+    return Assessment(Verdict.UNRECOGNIZED, reason)
 
 
 def _must_have_bug(version: Version, fix: Fix) -> bool:
@@ -84,23 +87,24 @@ def _must_have_bug(version: Version, fix: Fix) -> bool:
     return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
 
 
-def _baked_verdicts(manifest: Manifest) -> dict[str, Verdict]:
+def _baked(manifest: Manifest) -> dict[str, Assessment]:
+    """Return the verdicts on a baked TE. A fix that its bake disabled is applicable: its bug is there."""
     when = f"when {manifest.by} baked this TransformerEngine"
-    known: dict[str, tuple[Status, str]] = {
-        Status.APPLIED: (Status.NOT_NEEDED, f"{BAKED} {manifest.by}"),
-        Status.DISABLED: (Status.DISABLED, f"disabled {when}"),
-        Status.NOT_NEEDED: (Status.NOT_NEEDED, f"the upstream fix was there {when}"),
-        Status.NOT_APPLICABLE: (Status.NOT_APPLICABLE, f"the feature was not there {when}"),
+    known: dict[str, tuple[Verdict, str]] = {
+        Status.APPLIED: (Verdict.NOT_NEEDED, f"{BAKED} {manifest.by}"),
+        Status.DISABLED: (Verdict.APPLICABLE, f"disabled {when}"),
+        Status.NOT_NEEDED: (Verdict.NOT_NEEDED, f"the upstream fix was there {when}"),
+        Status.NOT_APPLICABLE: (Verdict.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
-    unknown = Status.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
-    return {fix_id: Verdict(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
+    unknown = Verdict.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
+    return {fix_id: Assessment(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
 
 
-def expected(fix: Fix, version: str | None) -> str | None:
+def expected(fix: Fix, version: str | None) -> Verdict | None:
     """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None for an invalid version."""
     if (parsed := _parsed(version)) is None:
         return None
-    return Status.APPLICABLE if fix.expected_in(parsed) else Status.NOT_NEEDED
+    return Verdict.APPLICABLE if fix.expected_in(parsed) else Verdict.NOT_NEEDED
 
 
 def _parsed(version: str | None) -> Version | None:
@@ -112,40 +116,42 @@ def _parsed(version: str | None) -> Version | None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The status of every fix for one TE and one user's settings.
-
-    ``fixes`` maps each id to a verdict, in which the status takes the settings and the required fixes into account.
-    """
+    """The status of every fix, by its id, for one TE and one user's settings. Fixes to apply are ``pending``."""
 
     reading: Reading
     settings: Settings
-    fixes: Mapping[str, Verdict]
+    fixes: Mapping[str, FixStatus]
 
     @property
     def source(self) -> Source:
         return self.reading.source
 
     @property
-    def to_apply(self) -> dict[str, Verdict]:
-        return self._with_status(Status.APPLICABLE)
+    def to_apply(self) -> dict[str, Assessment]:
+        return {fix_id: self.reading.assessments[fix_id] for fix_id in self._having(Status.PENDING)}
 
     @property
-    def disabled(self) -> dict[str, Verdict]:
+    def disabled(self) -> list[str]:
         """The fixes disabled by the settings although TE needs or may need them, without those disabled by a bake."""
-        disabled = self._with_status(Status.DISABLED)
-        return {fix_id: fix for fix_id, fix in disabled.items() if fix != self.reading.verdicts[fix_id]}
+        in_bake = self.reading.disabled_in_bake
+        return [fix_id for fix_id in self._having(Status.DISABLED) if fix_id not in in_bake]
 
     @property
-    def cannot_apply(self) -> dict[str, Verdict]:
-        """The fixes that cannot be applied although TE needs or may need them."""
-        return self._with_status(*CANNOT_APPLY)
+    def cannot_apply(self) -> dict[str, str]:
+        """The reasons of the fixes that cannot be applied although TE needs or may need them."""
+        return {fix_id: self.fixes[fix_id].reason for fix_id in self._having(*CANNOT_APPLY)}
 
     @property
     def unusable_reason(self) -> str:
         """The reason why no fix can be applied to this TE, whatever the settings; "" if there is none."""
-        reasons = {verdict.reason for verdict in self.reading.verdicts.values()}
-        is_unrecognized = all(verdict.status == Status.UNRECOGNIZED for verdict in self.reading.verdicts.values())
-        return reasons.pop() if is_unrecognized and len(reasons) == 1 else ""
+        found = {(assessment.verdict, assessment.reason) for assessment in self.reading.assessments.values()}
+        verdict, reason = found.pop()
+        return reason if verdict == Verdict.UNRECOGNIZED and not found else ""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether another version of this package baked the fixes."""
+        return self.reading.manifest is not None and self.reading.manifest.outdated != ""
 
     @property
     def added(self) -> dict[str, str]:
@@ -160,53 +166,55 @@ class Decision:
     @property
     def dropped(self) -> dict[str, str]:
         """Map each selected fix that is disabled because it requires disabled fixes to the names of those fixes."""
-        disabled = self.disabled.keys()
+        disabled = set(self.disabled)
         selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
         return {
             fix_id: ", ".join(sorted(with_required([fix_id]) & disabled & self.settings.disable))
             for fix_id in sorted(disabled & selected - self.settings.disable)
         }
 
-    def _with_status(self, *statuses: Status) -> dict[str, Verdict]:
-        return {fix_id: fix for fix_id, fix in self.fixes.items() if fix.status in statuses}
+    def _having(self, *statuses: Status) -> list[str]:
+        return [fix_id for fix_id, fix in self.fixes.items() if fix.status in statuses]
 
 
-def decide(reading: Reading, settings: Settings) -> Decision:
-    """Combine verdicts and settings into a decision.
+def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | None = None) -> Decision:
+    """Combine verdicts and settings into a decision. ``failures`` are the reasons of fixes that fail in this process.
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """
-    verdicts = reading.verdicts
+    fixes = {fix.id: reading.status_of(fix) for fix in CATALOGUE.values()}
+    for fix_id, reason in (failures or {}).items():
+        fixes[fix_id] = replace(fixes[fix_id], status=Status.FAILED, reason=reason)
     order = list(TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order())
     disabled: set[str] = set()  # by the settings. These fixes do not select the fixes that they require
     for fix_id in order:
         is_disabled = fix_id in settings.disable or not disabled.isdisjoint(CATALOGUE[fix_id].requires)
-        if is_disabled and verdicts[fix_id].status not in WITHOUT_BUG:
+        if is_disabled and fixes[fix_id].status not in _WITHOUT_BUG:
             disabled.add(fix_id)
     selected = CATALOGUE.keys() if settings.only is None else settings.only
     wanted = selected | with_required(
-        fix_id for fix_id in selected - disabled if verdicts[fix_id].status == Status.APPLICABLE
+        fix_id for fix_id in selected - disabled if fixes[fix_id].status == Status.PENDING
     )
-    fixes: dict[str, Verdict] = {}
     for fix_id in order:
-        is_selected = fix_id in wanted and fix_id not in settings.disable
-        fixes[fix_id] = _decided(verdicts[fix_id], is_selected, CATALOGUE[fix_id].requires, fixes)
-    return Decision(reading, settings, {fix_id: fixes[fix_id] for fix_id in CATALOGUE})
+        fix = fixes[fix_id]
+        if fix.status in (*_WITHOUT_BUG, Status.DISABLED):
+            continue
+        if fix_id not in wanted or fix_id in settings.disable:
+            reason = f"disabled by the settings; else {reading.assessments[fix_id].verdict}"
+            fixes[fix_id] = replace(fix, status=Status.DISABLED, reason=reason)
+        elif fix.status == Status.PENDING:
+            fixes[fix_id] = _with_required_statuses(
+                fix, {name: fixes[name].status for name in CATALOGUE[fix_id].requires}
+            )
+    return Decision(reading, settings, fixes)
 
 
-def _decided(verdict: Verdict, is_selected: bool, requires: Iterable[str], decided: Mapping[str, Verdict]) -> Verdict:
-    """Return the verdict on one fix with its final status. ``decided`` already contains the fixes it ``requires``."""
-    if verdict.status in (*WITHOUT_BUG, Status.DISABLED):
-        return verdict
-    if not is_selected:
-        return replace(verdict, status=Status.DISABLED, reason=f"disabled by the settings; else {verdict.status}")
-    if verdict.status != Status.APPLICABLE:
-        return verdict
-    for required in requires:
-        status = decided[required].status
+def _with_required_statuses(fix: FixStatus, required: Mapping[str, Status]) -> FixStatus:
+    """Return the status of a fix to apply, but that of a required fix which is disabled or cannot be applied."""
+    for name, status in required.items():
         if status in (Status.DISABLED, *CANNOT_APPLY):
-            return replace(verdict, status=status, reason=f"requires {required}, which is {status}")
-    return verdict
+            return replace(fix, status=status, reason=f"requires {name}, which is {status}")
+    return fix
 
 
 def with_required(fix_ids: Iterable[str]) -> set[str]:
@@ -219,17 +227,19 @@ def with_required(fix_ids: Iterable[str]) -> set[str]:
     return required
 
 
-def settings_conflict(settings: Settings, manifest: Manifest | None) -> str:
+def settings_conflict(decision: Decision) -> str:
     """Return how the settings differ from the baked fixes, as a sentence, or "" if they agree.
 
     The default settings, which neither select nor disable fixes, agree with every bake.
     """
+    manifest, settings = decision.reading.manifest, decision.settings
     if manifest is None or (settings.only is None and not settings.disable):
         return ""
     bugs = {*manifest.applied, *manifest.disabled}
-    before = {fix_id: Status.APPLICABLE if fix_id in bugs else Status.NOT_NEEDED for fix_id in CATALOGUE}
-    unbaked = Reading(Source("", None), {fix_id: Verdict(status, "") for fix_id, status in before.items()})
-    wanted = decide(unbaked, settings).to_apply.keys()
+    before = {
+        fix_id: Assessment(Verdict.APPLICABLE if fix_id in bugs else Verdict.NOT_NEEDED, "") for fix_id in CATALOGUE
+    }
+    wanted = decide(Reading(decision.source, before), settings).to_apply.keys()
     applied = CATALOGUE.keys() & manifest.applied
     differences = []
     if extra := sorted(applied - wanted):
@@ -256,11 +266,7 @@ def compose(decision: Decision) -> tuple[Decision, Installation]:
     affects all fixes, and leaves TE unchanged.
     """
     installation = Installation(decision.source, decision.to_apply)
-    failures = installation.failing_changes()
-    if not failures:
-        return decision, installation
-    verdicts = dict(decision.reading.verdicts)
-    for fix_id, reason in failures.items():
-        verdicts[fix_id] = replace(verdicts[fix_id], status=Status.FAILED, reason=reason)
-    decision = decide(replace(decision.reading, verdicts=verdicts), decision.settings)
-    return decision, Installation(decision.source, decision.to_apply)
+    if failures := installation.failing_changes():
+        decision = decide(decision.reading, decision.settings, failures)
+        installation = Installation(decision.source, decision.to_apply)
+    return decision, installation

@@ -1,4 +1,4 @@
-"""A fix: its catalogue record, and its verdict on a TransformerEngine's source."""
+"""A fix: its catalogue record, and its assessment of a TransformerEngine's source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from .patching.patch import edits
 from .patching.source import Edit, Source, UnrecognizedError
-from .status import Status
+from .status import Verdict
 from .support import imported_modules
 
 GROUPS = (
@@ -31,14 +31,14 @@ OLDEST = "2.10"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The ``status`` of one fix for one source, the ``reason``, and the edits if the fix is applicable.
+class Assessment:
+    """The ``verdict`` of one fix on one source, the ``reason``, and the edits if the fix is applicable.
 
     ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
     is not recognized. ``after`` is the fix's ``after``.
     """
 
-    status: Status
+    verdict: Verdict
     reason: str
     edits: tuple[Edit, ...] = ()
     new_modules: Mapping[str, str] = field(default_factory=dict)
@@ -125,26 +125,26 @@ class Fix:
         """The first release with the upstream fix; None if there is none."""
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
-    def verdict_on(self, source: Source) -> Verdict:
-        """Return the verdict on a source: ``unrecognized`` for unknown code, ``failed`` for a bug in this package."""
+    def assess(self, source: Source) -> Assessment:
+        """Return the assessment of a source. An error in this method is a bug of this package: nothing is changed."""
         try:
-            return self._verdict_on(source)
+            return self._assess(source)
         except UnrecognizedError as error:
-            return Verdict(Status.UNRECOGNIZED, str(error))
+            return Assessment(Verdict.UNRECOGNIZED, str(error))
         except Exception as error:
-            return Verdict(Status.FAILED, f"reading the source failed: {type(error).__name__}: {error}")
+            return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
 
-    def _verdict_on(self, source: Source) -> Verdict:
-        """Return the verdict. Raise `UnrecognizedError` if two upstream fixes match, or the bug and an upstream fix."""
+    def _assess(self, source: Source) -> Assessment:
+        """Return the assessment. Raise `UnrecognizedError` for two upstream fixes, or the bug and an upstream fix."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)
-                return Verdict(Status.NOT_APPLICABLE, reason)
+                return Assessment(Verdict.NOT_APPLICABLE, reason)
         misfits, upstream_fixes = [], []
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                upstream_fixes.append(Verdict(Status.NOT_NEEDED, reason))
+                upstream_fixes.append(Assessment(Verdict.NOT_NEEDED, reason))
             except UnrecognizedError as error:
                 misfits.append(f"for the upstream fix {reason!r}: {error}")
         if len(upstream_fixes) > 1:
@@ -157,11 +157,11 @@ class Fix:
             if upstream_fixes:
                 return upstream_fixes[0]
             details = "\n".join([f"for the bug: {error}", *misfits])
-            return Verdict(Status.UNRECOGNIZED, str(error), details=details)
+            return Assessment(Verdict.UNRECOGNIZED, str(error), details=details)
         if upstream_fixes:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
-        return Verdict(
-            Status.APPLICABLE, self.summary, tuple(changes), imported_modules(self.base + self.patch), after=self.after
+        return Assessment(
+            Verdict.APPLICABLE, self.summary, tuple(changes), imported_modules(self.base + self.patch), after=self.after
         )
 
     def _edits(self, source: Source, text: str) -> list[Edit]:

@@ -1,13 +1,25 @@
-"""The possible statuses of a fix in `te_graph_fixes.report`, in ``te-graph-fixes status`` and in their JSON."""
+"""The verdicts on TransformerEngine's source, the statuses of fixes in a process, and the report of all statuses."""
 
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
+
+from .text import count, te_name
+from .version import __version__
+
+BAKED = "baked by"
+"""The first words of the reason if a fix is not needed because it is baked into TransformerEngine's files."""
 
 
-class Status(str, Enum):
-    """A fix's verdict on TransformerEngine's source, or what became of the fix in this process.
+class _Word(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
 
-    A verdict is one of the first four, ``disabled`` by a bake, or ``failed`` for a bug in this package.
-    """
+
+class Verdict(_Word):
+    """What the source of a TransformerEngine implies for a fix."""
 
     APPLICABLE = "applicable"
     """TransformerEngine has the bug, and the fix can be applied."""
@@ -17,22 +29,98 @@ class Status(str, Enum):
     """This TransformerEngine lacks the feature."""
     UNRECOGNIZED = "unrecognized"
     """Neither the bug nor its upstream fix is in the source. Nothing is changed."""
+
+
+class Status(_Word):
+    """What became of a fix in this process, or becomes of it when TransformerEngine is imported (``pending``)."""
+
+    PENDING = "pending"
+    APPLIED = "applied"
+    NOT_NEEDED = "not-needed"
+    NOT_APPLICABLE = "not-applicable"
+    UNRECOGNIZED = "unrecognized"
     DISABLED = "disabled"
-    """The settings disable the fix, or another fix that it requires."""
+    """The settings disable the fix, or another fix that it requires; or it was disabled in a bake."""
     FAILED = "failed"
     """The fix could not be installed, or another package has replaced the fixed code."""
-    PENDING = "pending"
-    """TransformerEngine is not imported yet."""
-    APPLIED = "applied"
     REVERTED = "reverted"
     """`te_graph_fixes.deactivate` has reverted the fix."""
 
-    def __str__(self) -> str:
-        return str(self.value)
 
-
-WITHOUT_BUG = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
 CANNOT_APPLY = (Status.UNRECOGNIZED, Status.FAILED)
 """The statuses of a fix that cannot be applied although TransformerEngine needs it, or may need it."""
-BAKED = "baked by"
-"""The first words of the reason if a fix is not needed because it is baked into TransformerEngine's files."""
+
+
+@dataclass(frozen=True)
+class FixStatus:
+    """The ``status`` of one fix with the ``reason``, the upstream links, and the changed or added modules.
+
+    ``status`` is a `Status`, a string. ``earlier_graphs`` is the number of graphs captured before the fix was applied.
+    These graphs still have the bug.
+    """
+
+    status: Status
+    reason: str
+    upstream: tuple[str, ...]
+    targets: tuple[str, ...]
+    earlier_graphs: int = 0
+
+    @property
+    def is_baked(self) -> bool:
+        return self.status == Status.NOT_NEEDED and self.reason.startswith(BAKED)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The `FixStatus` of every fix, by its id. ``str(report)`` is a table.
+
+    ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
+    te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
+
+    ``mode`` is ``memory`` or ``baked`` by the place of the active fixes, ``failed`` if no fix is active although one is
+    missing, ``off``, or ``pending`` before the import of TransformerEngine. ``digest`` has eight hexadecimal digits. It
+    is equal in two processes if both versions, the active fixes and the text of the edited modules are equal. Fixes in
+    memory and baked fixes have the same digest.
+    """
+
+    te_version: str | None
+    fixes: dict[str, FixStatus]
+    version: str = __version__
+    copies: tuple[str, ...] = ()
+    mode: str = "pending"
+    digest: str = "00000000"
+
+    @property
+    def active(self) -> list[str]:
+        """The fixes whose code runs in this process, from memory or from TransformerEngine's files."""
+        return [fix_id for fix_id, fix in self.fixes.items() if fix.status == Status.APPLIED or fix.is_baked]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The reasons of the fixes that TransformerEngine needs, or may need, but that cannot be applied."""
+        return self.having(*CANNOT_APPLY)
+
+    def __str__(self) -> str:
+        width = max(map(len, self.fixes), default=0)
+        lines = [f"te-graph-fixes {self.version}, {te_name(self.te_version)}"]
+        for fix_id, fix in self.fixes.items():
+            earlier = f" (not in {count(fix.earlier_graphs, 'graph')} captured before)" if fix.earlier_graphs else ""
+            lines.append(f"  {fix_id:{width}}  {fix.status:14}  {fix.reason}{earlier}")
+        return "\n".join([*lines, *(f"  {text}" for text in self.copy_warnings())])
+
+    def copy_warnings(self) -> list[str]:
+        return [
+            f"{name} is a copy of TransformerEngine's graph.py. The fixes do not apply to graphs that it captures."
+            for name in self.copies
+        ]
+
+    def having(self, *statuses: str) -> dict[str, str]:
+        """Return the reason of each fix that has one of these statuses, by id; {} if none has."""
+        return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain dicts and lists, ready for JSON."""
+        import json  # slow to import
+
+        plain = json.loads(json.dumps(asdict(self)))
+        return {"te_graph_fixes_version": plain.pop("version"), **plain}

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes.decision import assess
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.simulator import install
 from tests.verify import child
 from tests.verify.cases import Case, select
@@ -48,7 +48,7 @@ ALIKE = 1.01
 
 def choices() -> list[str]:
     """List all choices for the installed TE."""
-    needed = [fix_id for fix_id, verdict in verdicts(Source.installed()).items() if verdict.status == Status.APPLICABLE]
+    needed = [fix_id for fix_id, verdict in assess(Source.installed()).items() if verdict.verdict == Verdict.APPLICABLE]
     return ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in needed)]
 
 

@@ -25,12 +25,13 @@ import hashlib, json, sys
 sys.path.insert(0, sys.argv[1])
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes import decision
 
 for folder in map(str.strip, sys.stdin):
     source, answers = Source.at(folder), {}
-    for fix, found in verdicts(source).items():
-        word = str(getattr(found, "status", "") or found.state)  # older checkouts have another name for it
+    assess = getattr(decision, "assess", None) or decision.verdicts  # older checkouts have other names
+    for fix, found in assess(source).items():
+        word = str(getattr(found, "verdict", "") or found.status)
         texts = patched(source, {fix: found}) if word == "applicable" else {}
         made = {name: hashlib.sha256(text.encode()).hexdigest() for name, (_, text) in texts.items()}
         answers[fix] = word, made, found.reason.replace(folder, "TE")

@@ -19,11 +19,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from te_graph_fixes.decision import decide, expected, read
+from te_graph_fixes.decision import expected, read
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.settings import Settings
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support.published import source
 from tools.commits import PARTS
 
@@ -31,14 +30,14 @@ from tools.commits import PARTS
 def unexpected(tree: Source) -> list[str]:
     """Print the verdicts for ``tree``, and return the fixes with an unexpected verdict."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
-    decision = decide(read(tree), Settings())
     found = []
-    for fix_id, verdict in decision.fixes.items():
+    for fix_id, assessment in read(tree).assessments.items():
         guess = expected(CATALOGUE[fix_id], tree.version)
-        if (Status.NOT_NEEDED if verdict.status == Status.NOT_APPLICABLE else verdict.status) != guess:
+        verdict = assessment.verdict
+        if (Verdict.NOT_NEEDED if verdict == Verdict.NOT_APPLICABLE else verdict) != guess:
             found.append(fix_id)
         mark = "!" if fix_id in found else " "
-        print(f"{mark} {fix_id:26} {verdict.status:14} expected {guess or '-':12} {verdict.reason}")
+        print(f"{mark} {fix_id:26} {verdict:14} expected {guess or '-':12} {assessment.reason}")
     return found
 
 

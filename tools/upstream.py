@@ -18,8 +18,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from te_graph_fixes.decision import verdicts, with_required
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.decision import assess, with_required
+from te_graph_fixes.fix import Assessment
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     """Write the reports for the fixes in ``arguments``, by default for all fixes."""
     checkout, folder, *names = arguments
     source = Source.at(Path(checkout))
-    found = verdicts(source)
+    found = assess(source)
     for report in sorted(REPORTS.glob("*.md")):
         fix = report.stem
         if fix == "README" or (names and fix not in names):
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         write_report(fix, found, source, Path(checkout), folder=Path(folder, fix))
 
 
-def write_report(fix: str, found: Mapping[str, Verdict], source: Source, checkout: Path, folder: Path) -> None:
+def write_report(fix: str, found: Mapping[str, Assessment], source: Source, checkout: Path, folder: Path) -> None:
     """Write the text and both patches of one report."""
     folder.mkdir(parents=True, exist_ok=True)
     # A fix comes after those that it requires: it has more required fixes than each of them.
@@ -70,7 +70,7 @@ def license_header(text: str) -> str:
     return text.partition("\n\n")[0] + "\n\n"
 
 
-def changed_files(source: Source, changes: Mapping[str, Verdict], header: str) -> dict[str, str]:
+def changed_files(source: Source, changes: Mapping[str, Assessment], header: str) -> dict[str, str]:
     """Return the text of each file that the fixes change or add, by its path in the checkout."""
     files = {}
     for name, (old, new) in patched(source, changes).items():
@@ -82,7 +82,7 @@ def changed_files(source: Source, changes: Mapping[str, Verdict], header: str) -
     return dict(sorted(files.items()))
 
 
-def with_imports_at_top(text: str, changes: Mapping[str, Verdict]) -> str:
+def with_imports_at_top(text: str, changes: Mapping[str, Assessment]) -> str:
     """Move the imports of support modules from functions to the top of a module, as in TE's own code.
 
     An import stays in its function if the support module imports TE itself: that may be a cycle.

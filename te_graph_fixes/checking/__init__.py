@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 
 from ..patching import PACKAGE
-from ..report import print_stderr
 from ..settings import CHECK, is_off
+from ..text import print_stderr
 
 EXIT_MISMATCH = 86
 """The exit status of a process that a strict check has ended."""

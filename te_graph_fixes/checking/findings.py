@@ -26,11 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..activation import report
 from ..agreement import numbered_ranks
-from ..decision import read_installed
+from ..decision import read
 from ..fix import Fix
 from ..fixes import CATALOGUE
-from ..report import print_stderr
-from ..status import Status
+from ..patching.source import Source
+from ..status import Status, Verdict
+from ..text import print_stderr
 from . import EXIT_MISMATCH, Options
 from .difference import relative_error
 from .lifetimes import Lifetimes
@@ -192,7 +193,8 @@ class Check:
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
         """Return the fixes that this TransformerEngine needs but that are not applied; [] if none is missing."""
-        needed = [fix for fix, verdict in read_installed().verdicts.items() if verdict.status == Status.APPLICABLE]
+        found = read(Source.installed()).assessments
+        needed = [fix for fix, assessment in found.items() if assessment.verdict == Verdict.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().active]
 
     def finish(self) -> Check:

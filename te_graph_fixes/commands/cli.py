@@ -24,11 +24,11 @@ from ..manifest import UNDO, Manifest, ManifestError, digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
-from ..report import by_reason, te_name
 from ..settings import DISABLE, Settings, fix_ids, unknown_variables
-from ..status import CANNOT_APPLY, Status
+from ..status import Status, Verdict
+from ..text import by_reason, te_name
 from ..version import __version__
-from . import NOT_USABLE, answers, bake
+from . import NOT_USABLE, bake, texts
 from .bake import BakeError
 
 _EPILOG = """\
@@ -81,10 +81,10 @@ def _status(options: argparse.Namespace) -> int:
     """
     decision = _decision(options)
     if options.json:
-        print(json.dumps(answers.record(decision), indent=2))
+        print(json.dumps(texts.record(decision), indent=2))
     else:
-        print(*answers.status(decision, options.all, _where(options)), sep="\n")
-    return int(bool(decision.cannot_apply or answers.is_outdated(decision)))
+        print(*texts.status(decision, options.all, _where(options)), sep="\n")
+    return int(bool(decision.cannot_apply or decision.is_outdated))
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def _explain(options: argparse.Namespace) -> int:
     example: te-graph-fixes explain warmup-reset
     """
     (fix_id,) = fix_ids([options.fix])
-    print(*answers.explain(CATALOGUE[fix_id]), sep="\n")
+    print(*texts.explain(CATALOGUE[fix_id]), sep="\n")
     return 0
 
 
@@ -109,13 +109,13 @@ def _diff(options: argparse.Namespace) -> int:
     _require_complete(decision)
     for fix_id in names:
         fix = decision.fixes[fix_id]
-        if fix.status != Status.APPLICABLE:
+        if fix.status != Status.PENDING:
             _note(f"{fix_id} is {fix.status}: {fix.reason}")
     for fix_id, by in decision.added.items():
         _note(f"The diff includes {fix_id}, which {by} requires.")
     if not (names or decision.to_apply):
         _note(f"No changes. For the reasons, run `te-graph-fixes status --all{_where(options)}`.")
-    sys.stdout.writelines(answers.unified(decision))
+    sys.stdout.writelines(bake.unified(decision))
     return 0
 
 
@@ -155,9 +155,9 @@ def _bake(options: argparse.Namespace) -> int:
 
 
 def _check_bake(decision: Decision, where: str) -> int:
-    is_missing = bool(decision.to_apply or decision.cannot_apply or answers.is_outdated(decision))
+    is_missing = bool(decision.to_apply or decision.cannot_apply or decision.is_outdated)
     advice = f"\nNot all needed fixes are baked. Run:\n  te-graph-fixes bake{where}" if is_missing else ""
-    _print("stdout", answers.summary_line(decision) + advice)
+    _print("stdout", texts.summary_line(decision) + advice)
     return int(is_missing)
 
 
@@ -169,16 +169,16 @@ def _bake_in_place(source: Source, where: str) -> str:
     """
     settings, location = _settings(), Path(source.location)
     reading, earlier = read(source), Manifest.read(location)
-    is_unrecognized = any(verdict.status == Status.UNRECOGNIZED for verdict in reading.verdicts.values())
+    is_unrecognized = any(found.verdict == Verdict.UNRECOGNIZED for found in reading.assessments.values())
     if earlier and (earlier.outdated or is_unrecognized):
         _note(bake.undo(source))
         reading = read(Source(source.location, source.version))
     decision = decide(reading, settings)
-    if conflict := settings_conflict(settings, reading.manifest):
+    if conflict := settings_conflict(decision):
         raise BakeError(conflict)
     _require_complete(decision)
     if not decision.to_apply:
-        summary = answers.summary_line(decision)
+        summary = texts.summary_line(decision)
         if decision.disabled:
             raise BakeError(f"{summary} Nothing to bake: unset {settings.disabled_by}.")
         return summary
@@ -226,7 +226,7 @@ def _require_complete(decision: Decision) -> None:
     if decision.unusable_reason:
         raise BakeError(f"Nothing was written: {decision.unusable_reason}")
     if decision.cannot_apply:
-        reasons = by_reason({fix_id: fix.reason for fix_id, fix in decision.cannot_apply.items()})
+        reasons = by_reason(decision.cannot_apply)
         lines = [f"  {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
         advice = f"To go on without a fix, add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue"
         raise BakeError("\n".join(["Nothing was written, because these fixes cannot be applied:", *lines, advice]))
@@ -240,17 +240,19 @@ def _issue(options: argparse.Namespace) -> int:
     exit status: 0; 2 no TE
     example: te-graph-fixes issue > report.txt
     """
-    decision = _decision(options, Settings())
-    source = decision.source
+    reading = read(_source(options))
+    source = reading.source
     print(f"te-graph-fixes {__version__}, {te_name(source.version)}")
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
-    for fix_id, fix in decision.fixes.items():
+    for fix_id, found in reading.assessments.items():
         by_version = expected(CATALOGUE[fix_id], source.version)
-        status = Status.NOT_NEEDED if fix.status == Status.NOT_APPLICABLE else fix.status
-        print(f"{fix_id}: {fix.status}" + (f" (expected: {by_version})" if by_version not in (None, status) else ""))
-        if fix.status in CANNOT_APPLY:
-            explanation = fix.details or fix.reason
+        verdict = Verdict.NOT_NEEDED if found.verdict == Verdict.NOT_APPLICABLE else found.verdict
+        print(
+            f"{fix_id}: {found.verdict}" + (f" (expected: {by_version})" if by_version not in (None, verdict) else "")
+        )
+        if found.verdict == Verdict.UNRECOGNIZED:
+            explanation = found.details or found.reason
             names = {source.location: TE, os.path.dirname(source.location): "DIR", str(sys.executable): "python"}
             for path, name in names.items():
                 explanation = explanation.replace(path, name)
@@ -277,9 +279,9 @@ def _list(options: argparse.Namespace) -> int:
     example: te-graph-fixes list
     """
     if options.json:
-        print(json.dumps(answers.records(), indent=2))
+        print(json.dumps(texts.records(), indent=2))
     else:
-        print(*answers.listing(), sep="\n")
+        print(*texts.listing(), sep="\n")
     return 0
 
 

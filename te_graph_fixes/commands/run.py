@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from ..checking import Options
 from ..launcher.te_graph_fixes_run import FILTER
 from ..patching import TE
-from ..report import print_stderr
 from ..settings import CHECK, STRICT, SWITCH, Settings, is_off, unknown_variables
+from ..text import print_stderr
 from . import NOT_USABLE
 from .reach import unreached
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_SKIPPED = ("te_graph_fixes", "te_graph_fixes_run", "transformer_engine", "torch", "importlib")
+_SKIPPED = ("te_graph_fixes", "te_graph_fixes_run", "transformer_engine", "torch", "wrapt", "importlib")
 """The packages whose frames are skipped to find the user's line."""
 _warned: set[str] = set()
 

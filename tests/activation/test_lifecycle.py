@@ -8,14 +8,14 @@ import os
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support import published
 from tests.support.child import python, simulate
 
 pytestmark = pytest.mark.te
 
-VERDICTS = {fix: verdict.status for fix, verdict in published.examined("installed")[1].items()}
-NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == Status.APPLICABLE)
+VERDICTS = {fix: found.verdict for fix, found in published.examined("installed")[1].items()}
+NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == Verdict.APPLICABLE)
 
 PRELUDE = """
 import importlib, inspect, sys
@@ -26,7 +26,7 @@ def check(active=True):
     from te_graph_fixes.patching.source import Source
     from te_graph_fixes.decision import read
     source = Source.installed()
-    found = {fix: verdict for fix, verdict in read(source).verdicts.items() if verdict.status == "applicable"}
+    found = {fix: verdict for fix, verdict in read(source).assessments.items() if verdict.verdict == "applicable"}
     if active:
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses

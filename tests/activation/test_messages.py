@@ -5,16 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import platform
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
-from te_graph_fixes import ranks
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes import activation, messages
+from te_graph_fixes.decision import assess
 from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.messages import TEGraphFixesWarning, problem_summary
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.report import FixStatus, Report, problem_summary
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import FixStatus, Report, Status, Verdict
 from tests.support.child import python
 from tests.support.published import VERSIONS, examined
 
@@ -42,7 +43,7 @@ def test_a_reason_of_what_is_not_recognized(tmp_path: Path) -> None:
     for path in (package.parent / "__init__.py", package / "__init__.py", package / "graph.py"):
         path.write_text("")
     reasons = {
-        verdict.reason for verdict in verdicts(Source.at(tmp_path)).values() if verdict.status == Status.UNRECOGNIZED
+        verdict.reason for verdict in assess(Source.at(tmp_path)).values() if verdict.verdict == Verdict.UNRECOGNIZED
     }
     assert reasons
     for reason in reasons:
@@ -73,6 +74,14 @@ def test_fixes_with_one_reason_are_counted() -> None:
     shared = FixStatus(Status.FAILED, "AttributeError: no attribute '_cuda'", (), ())
     report = Report("2.99.0", dict.fromkeys(CATALOGUE, shared))
     assert problem_summary(report).splitlines()[5:] == [f"  {len(CATALOGUE)} fixes: {shared.reason}"]
+
+
+def test_a_warning_that_is_an_error_is_raised_each_time() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TEGraphFixesWarning)
+        for _ in range(2):
+            with pytest.raises(TEGraphFixesWarning, match="no such variable"):
+                activation._warn("no such variable")
 
 
 APPLIED = FixStatus(Status.APPLIED, "a reason", (), ())
@@ -106,9 +115,9 @@ def test_the_ranks_that_print_the_line(
         mode = "failed" if missing else "memory"
         report = Report("2.12.0", {"none-outputs": fix}, "0.1.0", mode=mode, digest="1a2b3c4d")
         for verbose, is_printed in ((None, is_first), (False, False), (True, True)):
-            monkeypatch.setattr(ranks, "_printed", set())
+            monkeypatch.setattr(messages, "_printed", set())
             for _ in range(2):
-                ranks.print_status_line(report, verbose)
+                messages.print_status_line(report, verbose)
             line = (
                 f"te-graph-fixes: host={platform.node()} rank={number} te=2.12.0 package=0.1.0 mode={mode} "
                 f"applied={1 - missing} missing={missing} digest=1a2b3c4d\n"
@@ -117,20 +126,20 @@ def test_the_ranks_that_print_the_line(
 
 
 def test_a_daemon_does_not_repeat_the_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_printed", set())
+    monkeypatch.setattr(messages, "_printed", set())
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    ranks.print_status_line(Report("2.12.0", {"none-outputs": APPLIED}), verbose=True)
+    messages.print_status_line(Report("2.12.0", {"none-outputs": APPLIED}), verbose=True)
     assert not capfd.readouterr().err
-    ranks.print_status_line(Report("2.12.0", {"none-outputs": MISSING}), verbose=False)
+    messages.print_status_line(Report("2.12.0", {"none-outputs": MISSING}), verbose=False)
     assert " missing=1 " in capfd.readouterr().err
 
 
 PRINT = """
 import os, sys
-from te_graph_fixes import Report, ranks
+from te_graph_fixes import Report, messages
 
 {0}
-ranks.print_status_line(Report("2 12", {{}}), verbose=True)
+messages.print_status_line(Report("2 12", {{}}), verbose=True)
 """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.checking import EXIT_MISMATCH, Options
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes.decision import assess
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from tests.support.child import ROOT, on_simulator, python, simulate
@@ -213,9 +213,9 @@ EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
 
 
 def test_each_defect_is_named() -> None:
-    found = verdicts(Source.installed())
+    found = assess(Source.installed())
     cases = [*DEFECTS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
-    needed = {case: fix for fix, case in cases if found[fix].status == "applicable"}
+    needed = {case: fix for fix, case in cases if found[fix].verdict == "applicable"}
     for fix, line in zip(needed.values(), trainings("--without", "all", *needed), strict=True):
         assert fix in line["hints"], (fix, line)
         assert line["same"], fix

@@ -25,11 +25,11 @@ import pytest
 from te_graph_fixes import __version__, decision, manifest
 from te_graph_fixes.commands import bake
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import read
+from te_graph_fixes.decision import decide, read
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.settings import DISABLE, SWITCH
-from te_graph_fixes.status import Status
+from te_graph_fixes.settings import DISABLE, SWITCH, Settings
+from te_graph_fixes.status import Verdict
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, copy_of, needed, source
 
@@ -96,7 +96,7 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
     assert {name for name, digest in modules(tree).items() if was.get(name) != digest} == expected
     assert not list((tree / GRAPH).parent.glob("__pycache__/graph.*.pyc"))
 
-    reasons = {fix: verdict.reason for fix, verdict in read(Source.at(tree)).verdicts.items()}
+    reasons = {fix: verdict.reason for fix, verdict in read(Source.at(tree)).assessments.items()}
     assert {fix for fix, reason in reasons.items() if "baked by" in reason} == set(needed(version))
     baked = content(tree)
     for command in ("status", "bake --check", "bake"):
@@ -347,9 +347,9 @@ def test_fixes_that_a_bake_disabled_are_known(tmp_path: Path, cli: Cli, monkeypa
             status, out, _ = cli(*command.split(), "--source", tree)
             assert (status, ", 1 disabled in the bake." in out) == (0, True)
     assert "\nreplay preconditions: disabled in the bake\n  replay-arguments " in cli("status", "--source", tree)[1]
-    verdict = read(Source.at(tree)).verdicts["replay-arguments"]
+    fix = decide(read(Source.at(tree)), Settings()).fixes["replay-arguments"]
     reason = f"disabled when te-graph-fixes {__version__} baked this TransformerEngine"
-    assert (verdict.status, verdict.reason) == ("disabled", reason)
+    assert (fix.status, fix.reason) == ("disabled", reason)
     monkeypatch.setenv(SWITCH, "replay-arguments,none-outputs")
     status, _, err = cli("bake", "--source", tree)
     assert status == 1
@@ -432,7 +432,7 @@ def test_a_later_edit_is_said(name: str, advice: str, tree: Path, cli: Cli) -> N
     (tree / name).write_text((tree / name).read_text() + "X = 1\n")
     metadata = next(tree.glob("*.dist-info/METADATA"))
     metadata.write_text(metadata.read_text().replace("Version: 2.12.0", "Version: 2.12.0+local"))
-    assert {verdict.status for verdict in read(Source.at(tree)).verdicts.values()} == {Status.UNRECOGNIZED}
+    assert {found.verdict for found in read(Source.at(tree)).assessments.values()} == {Verdict.UNRECOGNIZED}
     before = content(tree)
     status, out, _ = cli("status", "--source", tree)
     assert (status, len(out.splitlines()), advice in out) == (1, 2, True)

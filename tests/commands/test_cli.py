@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import te_graph_fixes
-from te_graph_fixes.commands import answers
+from te_graph_fixes.commands import texts
 from te_graph_fixes.commands.bake import baked_files
 from te_graph_fixes.commands.cli import COMMANDS, main
 from te_graph_fixes.decision import Reading, decide, read
-from te_graph_fixes.fix import GROUPS, Verdict
+from te_graph_fixes.fix import GROUPS, Assessment
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.manifest import read_manifest
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
@@ -64,9 +64,9 @@ def listed(out: str) -> dict[str, str]:
 
 def test_a_te_of_which_no_bug_can_be_fixed() -> None:
     """The summary is one sentence, also if every bug has another reason."""
-    verdicts = {fix: Verdict(Status.NOT_NEEDED, "corrected") for fix in CATALOGUE}
-    verdicts |= {fix: Verdict(Status.UNRECOGNIZED, f"no {fix}") for fix in ("none-outputs", "warmup-reset")}
-    summary = answers.summary_line(decide(Reading(Source("", "2.12.0"), verdicts), Settings()))
+    verdicts = {fix: Assessment(Verdict.NOT_NEEDED, "corrected") for fix in CATALOGUE}
+    verdicts |= {fix: Assessment(Verdict.UNRECOGNIZED, f"no {fix}") for fix in ("none-outputs", "warmup-reset")}
+    summary = texts.summary_line(decide(Reading(Source("", "2.12.0"), verdicts), Settings()))
     assert summary.endswith(" known bugs; all 2 may be there, but cannot be fixed.")
 
 
@@ -113,7 +113,7 @@ def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
 def test_an_explanation_is_for_users() -> None:
     """It has no reStructuredText and no paths of a checkout, and contains the patch instead of a whole diff."""
     for fix in CATALOGUE.values():
-        text = "\n".join(answers.explain(fix))
+        text = "\n".join(texts.explain(fix))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
         assert patch.startswith("@@ "), fix.id
         assert re.search(r"^[+-]", patch, re.MULTILINE), fix.id

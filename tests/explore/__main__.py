@@ -394,8 +394,8 @@ def search(options: argparse.Namespace) -> int:
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
 
-    verdicts = {fix_id: fix.verdict_on(Source.installed()) for fix_id, fix in CATALOGUE.items()}
-    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.status == "applicable"}
+    verdicts = {fix_id: fix.assess(Source.installed()) for fix_id, fix in CATALOGUE.items()}
+    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == "applicable"}
     first, *lines = noted(options.equal)
     if first != options.where:
         raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")

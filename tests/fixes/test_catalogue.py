@@ -15,7 +15,7 @@ from te_graph_fixes.decision import expected
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 
 EVERY = pytest.mark.parametrize("fix", CATALOGUE.values(), ids=list(CATALOGUE))
 
@@ -65,14 +65,14 @@ def test_an_empty_te_is_never_edited(fix: Fix, tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
-    verdict = fix.verdict_on(Source.at(tmp_path))
-    assert verdict.status in (Status.UNRECOGNIZED, Status.NOT_APPLICABLE)
+    verdict = fix.assess(Source.at(tmp_path))
+    assert verdict.verdict in (Verdict.UNRECOGNIZED, Verdict.NOT_APPLICABLE)
     assert not verdict.edits
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.0+5671fd36", "2.12.0.dev0+abc", "2.12.0rc1"])
 def test_local_labels_and_development_versions_count_as_their_release(version: str) -> None:
-    assert expected(CATALOGUE["warmup-reset"], version) == Status.APPLICABLE
+    assert expected(CATALOGUE["warmup-reset"], version) == Verdict.APPLICABLE
     assert expected(CATALOGUE["warmup-reset"], version.replace("2.12", "2.14")) == "not-needed"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
+from te_graph_fixes.decision import assess
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support.child import require_wrong, run_program
 from tests.support.published import VERSIONS, copy_of, source
 
@@ -272,10 +272,10 @@ def with_flag_of_one_capture(folder: Path) -> Path:
 
 
 def test_a_flag_that_is_read_by_its_accessor_is_recognized(tmp_path: Path) -> None:
-    changed, published = (verdicts(Source.at(at)) for at in (with_flag_of_one_capture(tmp_path), source(VERSIONS[-1])))
-    assert changed["grouped-linear-skip-flag"].status == Status.NOT_NEEDED
-    assert {fix: verdict.status for fix, verdict in changed.items()} == {
-        fix: verdict.status for fix, verdict in published.items()
+    changed, published = (assess(Source.at(at)) for at in (with_flag_of_one_capture(tmp_path), source(VERSIONS[-1])))
+    assert changed["grouped-linear-skip-flag"].verdict == Verdict.NOT_NEEDED
+    assert {fix: verdict.verdict for fix, verdict in changed.items()} == {
+        fix: verdict.verdict for fix, verdict in published.items()
     }
 
 

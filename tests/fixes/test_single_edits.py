@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support import published
 from tests.support.child import on_simulator
 from tests.verify.cases import EXPERTS, PRESWIZZLE
@@ -26,7 +26,7 @@ GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 EDITS = [
     pytest.param(fix_id, number, id=f"{fix_id}-{number}")
     for fix_id, verdict in VERDICTS.items()
-    if verdict.status == Status.APPLICABLE
+    if verdict.verdict == Verdict.APPLICABLE
     for number in range(len(verdict.edits))
 ]
 

@@ -19,13 +19,13 @@ import pytest
 from packaging.version import Version
 
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import Reading, decide, expected, read, verdicts
-from te_graph_fixes.fix import OLDEST, Fix, Verdict
+from te_graph_fixes.decision import Reading, assess, decide, expected, read
+from te_graph_fixes.fix import OLDEST, Assessment, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import FunctionPatch, compile_patches, patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support.published import VERSIONS, copy_of, examined, needed, source
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
@@ -35,19 +35,19 @@ LAYOUTS = ("2.12.0", VERSIONS[-1])
 """Versions with other layouts of the source, for what takes a while."""
 
 
-def wanted(fix: Fix, version: str) -> str:
+def wanted(fix: Fix, version: str) -> Verdict | None:
     """Return the verdict that the record of a fix implies for a version."""
     if Version(version) < Version(OLDEST):
-        return Status.UNRECOGNIZED
+        return Verdict.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))
-    return Status.NOT_APPLICABLE if lacks else str(expected(fix, version))
+    return Verdict.NOT_APPLICABLE if lacks else expected(fix, version)
 
 
-def words(found: Mapping[str, Verdict]) -> dict[str, str]:
-    return {fix: verdict.status for fix, verdict in found.items()}
+def words(found: Mapping[str, Assessment]) -> dict[str, str]:
+    return {fix: verdict.verdict for fix, verdict in found.items()}
 
 
-def compiled(tree: Source, changes: Mapping[str, Verdict]) -> list[FunctionPatch]:
+def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPatch]:
     """Compile the functions that fixes change. They must read no name that is undefined, and need no other closure."""
     patches = compile_patches(tree, changes, patched(tree, changes))
     for patch in patches:
@@ -73,9 +73,9 @@ def global_names(code: CodeType | None) -> set[str]:
 def test_verdicts(version: str) -> None:
     assert examined(version)[0].version == version
     others = [
-        f"{fix.id} is {verdict.status}, not {wanted(fix, version)}: {verdict.reason}\n{verdict.details}"
+        f"{fix.id} is {verdict.verdict}, not {wanted(fix, version)}: {verdict.reason}\n{verdict.details}"
         for fix, verdict in zip(CATALOGUE.values(), examined(version)[1].values(), strict=True)
-        if verdict.status != wanted(fix, version)
+        if verdict.verdict != wanted(fix, version)
     ]
     assert not others, "\n".join(others)
     assert compiled(examined(version)[0], needed(version)) or not needed(version)
@@ -94,7 +94,7 @@ def test_te_before_the_oldest_that_is_tested_is_left_alone(capsys: pytest.Captur
 @pytest.mark.parametrize("version", [None, "unknown", "2.10.0rc1", "2.10.0.dev0+abc"])
 def test_where_the_version_is_unknown_the_source_decides(version: str | None) -> None:
     tree, known = examined("2.10.0")
-    assert words(verdicts(Source(tree.location, version))) == words(known)
+    assert words(assess(Source(tree.location, version))) == words(known)
 
 
 @pytest.mark.parametrize("origin", ["newest", "TE_SOURCE"])
@@ -102,9 +102,9 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
     if origin == "TE_SOURCE" and not os.environ.get("TE_SOURCE"):
         pytest.skip("TE_SOURCE names no checkout")
     tree = Source.at(source("newest") if origin == "newest" else os.environ["TE_SOURCE"])
-    unknown = {fix: verdict.reason for fix, verdict in verdicts(tree).items() if verdict.status == Status.UNRECOGNIZED}
+    unknown = {fix: verdict.reason for fix, verdict in assess(tree).items() if verdict.verdict == Verdict.UNRECOGNIZED}
     assert not unknown
-    chosen = {fix: verdict for fix, verdict in verdicts(tree).items() if verdict.status == Status.APPLICABLE}
+    chosen = {fix: verdict for fix, verdict in assess(tree).items() if verdict.verdict == Verdict.APPLICABLE}
     assert compiled(tree, chosen)
 
 
@@ -130,9 +130,9 @@ def test_cached_weights_in_a_compiled_linear_are_recognized(tmp_path: Path) -> N
         text = text.replace(old, new)
     place.write_text(text)
     tree = Source.at(tmp_path)
-    found = verdicts(tree)
-    assert words(found) == words(verdicts(Source.at(source("newest"))))
-    assert compiled(tree, {fix: verdict for fix, verdict in found.items() if verdict.status == Status.APPLICABLE})
+    found = assess(tree)
+    assert words(found) == words(assess(Source.at(source("newest"))))
+    assert compiled(tree, {fix: verdict for fix, verdict in found.items() if verdict.verdict == Verdict.APPLICABLE})
 
 
 @pytest.mark.parametrize("version", LAYOUTS)
@@ -147,9 +147,9 @@ def test_what_diff_shows_is_what_runs(version: str, tmp_path: Path, capsys: pyte
     copy = Source.at(tmp_path)
     for name, (_, after) in patched(tree, chosen).items():
         assert copy.module(name).text == after
-    again = read(copy).verdicts
+    again = read(copy).assessments
     assert words(again) == {
-        fix: Status.NOT_NEEDED if fix in chosen else verdict.status for fix, verdict in verdict_of.items()
+        fix: Verdict.NOT_NEEDED if fix in chosen else verdict.verdict for fix, verdict in verdict_of.items()
     }
     assert {fix for fix, verdict in again.items() if verdict.reason.startswith("baked by")} == set(chosen)
 

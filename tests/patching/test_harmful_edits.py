@@ -19,7 +19,7 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.patch import read
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError, first_line
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from tests.support.published import VERSIONS, examined, needed
 
 NEWEST = VERSIONS[-1]
@@ -50,10 +50,10 @@ def with_texts(tree: Source, texts: dict[str, str]) -> Source:
 
 
 def require_not_negative(fix_id: str, tree: Source, where: str = "") -> None:
-    verdict = CATALOGUE[fix_id].verdict_on(tree)
-    reason = f"{fix_id}: {verdict.status}: {verdict.reason} {where}"
-    assert verdict.status in (Status.APPLICABLE, Status.UNRECOGNIZED), reason
-    if verdict.status == Status.APPLICABLE:
+    verdict = CATALOGUE[fix_id].assess(tree)
+    reason = f"{fix_id}: {verdict.verdict}: {verdict.reason} {where}"
+    assert verdict.verdict in (Verdict.APPLICABLE, Verdict.UNRECOGNIZED), reason
+    if verdict.verdict == Verdict.APPLICABLE:
         assert patched(tree, {"": verdict})
 
 
@@ -81,7 +81,7 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():
-        if verdict.status != Status.NOT_NEEDED:
+        if verdict.verdict != Verdict.NOT_NEEDED:
             continue
         for hunk in (
             hunk for text, _ in CATALOGUE[fix_id].corrected for ways in read(text) for hunk in ways if hunk.pattern
@@ -140,7 +140,7 @@ def test_upstreams_correction_in_part_is_not_said_to_be_whole(
     fix_id: str, module: str, pattern: str, text: str
 ) -> None:
     tree, verdicts = examined(NEWEST)
-    assert verdicts[fix_id].status == Status.NOT_NEEDED
+    assert verdicts[fix_id].verdict == Verdict.NOT_NEEDED
     after, count = re.subn(pattern, text, tree.module(module).text)
     assert count
     require_not_negative(fix_id, with_texts(tree, {module: after}))

@@ -208,11 +208,12 @@ HARMLESS = re.compile(r"^.*harmless line.*\n|  # harmless$|, harmless=None|, str
 def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
     tree, known = examined(version)
     names = {name for verdict in known.values() for name in verdict.targets}
-    decision = decide(read(edited(tree, KINDS[kind], names)), Settings())
+    after = read(edited(tree, KINDS[kind], names))
+    decision = decide(after, Settings())
     lost = {
-        fix: f"{verdict.status}: {verdict.reason}"
-        for fix, verdict in decision.fixes.items()
-        if verdict.status != known[fix].status
+        fix: f"{found.verdict}: {found.reason}"
+        for fix, found in after.assessments.items()
+        if found.verdict != known[fix].verdict
     }
     for fix in LOST.get(kind, ()):
         lost.pop(fix, None)

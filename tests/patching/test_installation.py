@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 import wrapt
 
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import Assessment
 from te_graph_fixes.patching.installation import (
     Installation,
     InstallationError,
     patched,
 )
 from te_graph_fixes.patching.source import Edit, Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 
 CODE = "standin.code"
 
 
-def change(edits: Iterable[Edit], new_modules: Mapping[str, str] | None = None) -> Verdict:
-    return Verdict(Status.APPLICABLE, "a test", tuple(edits), new_modules or {})
+def change(edits: Iterable[Edit], new_modules: Mapping[str, str] | None = None) -> Assessment:
+    return Assessment(Verdict.APPLICABLE, "a test", tuple(edits), new_modules or {})
 
 
 class StandIn:
@@ -42,26 +42,26 @@ class StandIn:
         self.source = Source(str(folder / "standin"), "1.0")
         self.module: ModuleType = importlib.import_module(CODE)
 
-    def edit(self, qualname: str, old: str, new: str) -> Verdict:
+    def edit(self, qualname: str, old: str, new: str) -> Assessment:
         """Return a verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
-    def insert(self, qualname: str, below: str, text: str) -> Verdict:
+    def insert(self, qualname: str, below: str, text: str) -> Assessment:
         """Return a verdict that puts lines above the one statement ``below`` of a function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
         return change([edit._replace(end=edit.start)])
 
-    def add(self, after: str, text: str) -> Verdict:
+    def add(self, after: str, text: str) -> Assessment:
         """Return a verdict that adds a definition below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]
         return change([Edit(CODE, end, end, "\n" + textwrap.indent(text, " " * node.col_offset) + "\n")])
 
-    def install(self, *verdicts: Verdict, **named: Verdict) -> Installation:
+    def install(self, *verdicts: Assessment, **named: Assessment) -> Installation:
         fixes = {**{f"fix-{i}": v for i, v in enumerate(verdicts)}, **named}
         installation = Installation(self.source, fixes)
         installation.install()
@@ -447,7 +447,7 @@ class Plan:
 """
 
 
-def with_module(package: StandIn, text: str, other: str = "") -> Verdict:
+def with_module(package: StandIn, text: str, other: str = "") -> Assessment:
     edit = package.edit("run", "return 1", "from standin._plan import Plan\nreturn Plan(2).size")
     modules = {"standin._plan": text, **({"standin._other": other} if other else {})}
     return change(edit.edits, modules)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.fix import Assessment
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import compile_patches, patched
 from tests.support.published import COVERED, examined, needed
 
 
-def renamed(verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+def renamed(verdicts: dict[str, Assessment]) -> dict[str, Assessment]:
     """Return the verdicts under names that sort in the reverse order."""
     names = dict(zip(sorted(verdicts), sorted(verdicts, reverse=True), strict=True))
     names = {old: f"renamed-{new}" for old, new in names.items()}

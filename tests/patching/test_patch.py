@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_graph_fixes.fix import Fix, Verdict
+from te_graph_fixes.fix import Assessment, Fix
 from te_graph_fixes.patching import PACKAGE
 from te_graph_fixes.patching.installation import InstallationError, patched
 from te_graph_fixes.patching.patch import edits, read
 from te_graph_fixes.patching.rewriting import PatchError
 from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 
 CODE = f"{PACKAGE}.code"
 
@@ -33,8 +33,8 @@ def function(body: str) -> str:
     return "def run(a, b, c, *xs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
 
 
-def change_of(edits: list[Edit]) -> Verdict:
-    return Verdict(Status.APPLICABLE, "", tuple(edits))
+def change_of(edits: list[Edit]) -> Assessment:
+    return Assessment(Verdict.APPLICABLE, "", tuple(edits))
 
 
 def applied(text: str, *patches: str) -> str:
@@ -315,11 +315,11 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
     defect, upstream = hunk("-x = a\n+x = b"), hunk(" x = c")
     fix = Fix("", defect, corrected=[(upstream, "c is right")])
 
-    def verdict(text: str) -> Verdict:
-        return fix.verdict_on(source_of(function(text)))
+    def verdict(text: str) -> Assessment:
+        return fix.assess(source_of(function(text)))
 
-    assert verdict("x = a\n").status == Status.APPLICABLE
-    assert verdict("x = c\n").status == Status.NOT_NEEDED
-    assert verdict("x = b\n").status == Status.UNRECOGNIZED
+    assert verdict("x = a\n").verdict == Verdict.APPLICABLE
+    assert verdict("x = c\n").verdict == Verdict.NOT_NEEDED
+    assert verdict("x = b\n").verdict == Verdict.UNRECOGNIZED
     both = verdict("x = a\nx = c\n")
-    assert (both.status, "found both" in both.reason) == (Status.UNRECOGNIZED, True)
+    assert (both.verdict, "found both" in both.reason) == (Verdict.UNRECOGNIZED, True)

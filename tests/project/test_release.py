@@ -18,7 +18,7 @@ import pytest
 
 from te_graph_fixes.decision import read
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 from te_graph_fixes.version import NEXT
 from tests.support.published import COVERED, copy_of, source
 from tools import patches
@@ -171,8 +171,8 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
         tree = copy_of(source(version), tmp_path / version)
         apply = ["patch", "-p1", "--fuzz=0", "-i", str(tmp_path / "patches" / f"transformer_engine-{version}.patch")]
         subprocess.run(apply, cwd=tree, capture_output=True, check=True)
-        words = [verdict.status for verdict in read(Source.at(tree)).verdicts.values()]
-        assert set(words) <= {Status.NOT_NEEDED, Status.NOT_APPLICABLE}, version
+        words = [found.verdict for found in read(Source.at(tree)).assessments.values()]
+        assert set(words) <= {Verdict.NOT_NEEDED, Verdict.NOT_APPLICABLE}, version
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:

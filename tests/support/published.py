@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import verdicts
-from te_graph_fixes.fix import Verdict
+from te_graph_fixes.decision import assess
+from te_graph_fixes.fix import Assessment
 from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Status
+from te_graph_fixes.status import Verdict
 
 VERSIONS = (
     *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
@@ -71,15 +71,15 @@ def source(version: str) -> Path:
 
 
 @functools.cache
-def examined(version: str) -> tuple[Source, Mapping[str, Verdict]]:
+def examined(version: str) -> tuple[Source, Mapping[str, Assessment]]:
     """Return the source of a version, or of the ``installed`` TE, and each fix's verdict on it (read once)."""
     tree = Source.installed() if version == "installed" else Source.at(source(version))
-    return tree, verdicts(tree)
+    return tree, assess(tree)
 
 
-def needed(version: str) -> dict[str, Verdict]:
+def needed(version: str) -> dict[str, Assessment]:
     """Return the verdicts of the fixes that apply to one version."""
-    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.status == Status.APPLICABLE}
+    return {fix: verdict for fix, verdict in examined(version)[1].items() if verdict.verdict == Verdict.APPLICABLE}
 
 
 def copy_of(root: Path, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.fix import Fix, Verdict
+from te_graph_fixes.fix import Assessment, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 
@@ -21,7 +21,7 @@ from te_graph_fixes.patching.source import Source
 def leave_out(fix_id: str, number: int) -> None:
     """Omit one edit of a fix from TransformerEngine's import on; ``-1`` omits none."""
 
-    def without_one(source: Source, verdict: Verdict) -> Verdict:
+    def without_one(source: Source, verdict: Assessment) -> Assessment:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
         return dataclasses.replace(verdict, edits=kept)
 
@@ -32,13 +32,13 @@ def leave_out(fix_id: str, number: int) -> None:
 class AlteredFix(Fix):
     """A fix whose verdicts are altered."""
 
-    altered: Callable[[Source, Verdict], Verdict] = lambda _, verdict: verdict
+    altered: Callable[[Source, Assessment], Assessment] = lambda _, verdict: verdict
 
-    def verdict_on(self, source: Source) -> Verdict:
-        return self.altered(source, super().verdict_on(source))
+    def assess(self, source: Source) -> Assessment:
+        return self.altered(source, super().assess(source))
 
 
-def alter(fix_id: str, altered: Callable[[Source, Verdict], Verdict]) -> None:
+def alter(fix_id: str, altered: Callable[[Source, Assessment], Assessment]) -> None:
     """Change the verdicts of a fix, from TransformerEngine's import on."""
     fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
     CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)

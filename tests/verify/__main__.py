@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from te_graph_fixes.commands import NOT_USABLE
 from te_graph_fixes.manifest import ManifestError, read_manifest
 from te_graph_fixes.patching.source import Source, TENotFoundError
-from te_graph_fixes.report import print_stderr
 from te_graph_fixes.settings import Settings, unknown_variables
+from te_graph_fixes.text import print_stderr
 
 from . import runner
 from .cases import select

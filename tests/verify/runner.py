@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from te_graph_fixes.report import print_stderr
 from te_graph_fixes.settings import SWITCH, Settings
+from te_graph_fixes.text import print_stderr
 from te_graph_fixes.version import __version__
 
 from .cases import Case

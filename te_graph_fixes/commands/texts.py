@@ -1,4 +1,4 @@
-"""The texts of ``te-graph-fixes status``, ``explain``, ``list`` and ``diff``.
+"""The texts and the JSON data of ``te-graph-fixes status``, ``explain`` and ``list``.
 
 The texts contain commands. The argument ``where`` is the option that these commands need to find TransformerEngine
 (TE): `` --source DIR``, with the leading space, or "" for the installed TE.
@@ -6,10 +6,8 @@ The texts contain commands. The argument ``where`` is the option that these comm
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-import io
 import itertools
 import re
 from collections.abc import Iterator
@@ -20,11 +18,10 @@ from ..decision import Decision, expected, settings_conflict, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..manifest import BAKE, UNDO
-from ..report import te_name
 from ..settings import DISABLE
-from ..status import BAKED
+from ..status import BAKED, Status, Verdict
+from ..text import te_name
 from ..version import __version__
-from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
@@ -33,7 +30,7 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
     lists = {
         "may be there, but cannot be fixed": list(decision.cannot_apply),
         "can be fixed": list(decision.to_apply),
-        f"disabled by {decision.settings.disabled_by}": list(decision.disabled),
+        f"disabled by {decision.settings.disabled_by}": decision.disabled,
     }
     if manifest := reading.manifest:
         lists[f"{BAKED} {manifest.by}"] = [fix_id for fix_id in manifest.applied if fix_id in CATALOGUE]
@@ -60,7 +57,7 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
     """Yield the lines of ``status``: a summary, a line for each bug, and the commands to use next."""
     yield summary_line(decision)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
-    if conflict := settings_conflict(decision.settings, decision.reading.manifest):
+    if conflict := settings_conflict(decision):
         yield f"warning: {conflict}"
     if decision.unusable_reason:
         return
@@ -92,7 +89,7 @@ def _side_effects(decision: Decision) -> Iterator[str]:
 
 
 def _next_steps(decision: Decision, where: str) -> Iterator[str]:
-    if is_outdated(decision):
+    if decision.is_outdated:
         yield f"\nAnother version of te-graph-fixes baked this TransformerEngine. Replace its fixes:\n  {BAKE}{where}"
     elif decision.cannot_apply:
         yield f"\nFor details about the bugs that cannot be fixed:\n  te-graph-fixes issue{where}"
@@ -105,20 +102,14 @@ def _next_steps(decision: Decision, where: str) -> Iterator[str]:
         yield "  te-graph-fixes bake"
 
 
-def is_outdated(decision: Decision) -> bool:
-    """Return whether another version of this package baked the fixes."""
-    manifest = decision.reading.manifest
-    return manifest is not None and manifest.outdated != ""
-
-
 def record(decision: Decision) -> dict[str, Any]:
     """Return the data that ``status --json`` prints."""
     fixes = {
         fix_id: {
-            "status": fix.status,
+            "status": Verdict.APPLICABLE if fix.status == Status.PENDING else fix.status,
             "expected": expected(CATALOGUE[fix_id], decision.source.version),
             "reason": fix.reason,
-            "upstream": CATALOGUE[fix_id].upstream,
+            "upstream": fix.upstream,
         }
         for fix_id, fix in decision.fixes.items()
     }
@@ -126,7 +117,7 @@ def record(decision: Decision) -> dict[str, Any]:
         "te_graph_fixes_version": __version__,
         "te_version": decision.source.version,
         "source": decision.source.location,
-        "outdated": is_outdated(decision),
+        "outdated": decision.is_outdated,
         "fixes": fixes,
     }
 
@@ -175,11 +166,3 @@ def records() -> dict[str, dict[str, Any]]:
     """Return the data that ``list --json`` prints."""
     names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}
-
-
-def unified(decision: Decision) -> Iterator[str]:
-    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
-    for path, texts in baked_files(decision).items():
-        before, after = (io.StringIO(text, newline="").readlines() for text in texts)
-        for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):
-            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

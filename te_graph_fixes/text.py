@@ -1,0 +1,39 @@
+"""Parts of messages, and the output of a line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+_MOST_NAMED = 5
+"""A message names up to this number of fixes. If there are more, it contains only their number."""
+
+
+def te_name(version: str | None) -> str:
+    return f"TransformerEngine {version or '(version unknown)'}"
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return, for each reason, the ids of the fixes that have it."""
+    fixes: dict[str, list[str]] = {}
+    for fix_id, reason in reasons.items():
+        fixes.setdefault(reason, []).append(fix_id)
+    return fixes
+
+
+def named(fixes: Sequence[str]) -> str:
+    """Return the names of the fixes in one string if they are few, else their number, such as ``12 fixes``."""
+    return ", ".join(fixes) if len(fixes) <= _MOST_NAMED else count(len(fixes), "fix")
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun == 'fix' else 's'}"
+
+
+def print_stderr(text: str) -> None:
+    """Write a line to file descriptor 2. Ignore errors: a full disk must not end a job."""
+    if sys.__stderr__ is not None:  # else the descriptor may be another file
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
