@@ -35,7 +35,7 @@ GRAPH = """
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with microbatches.during_backward(STATE), ..., _graph_context_wrapper(bwd_graph, ...):
++with microbatches.during_backward(STATE, replays.of(bwd_graph)), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
 +microbatches.restore_marks()

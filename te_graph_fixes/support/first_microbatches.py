@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _thread = threading.local()
 """``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward."""
@@ -62,6 +63,8 @@ class FirstMicrobatches:
         self._owners = {inner: owner for owner in self.marks for inner in owner.modules()}
         self.told_first: set[Any] = set()
         self.marked_by_class: set[Any] = set()
+        self.kept: set[Any] = set()
+        """The modules whose forward does not clear a mark that is True."""
         self._caches_weights = caches_weights
         self._needs_flags = True
 
@@ -84,37 +87,38 @@ class FirstMicrobatches:
     @contextlib.contextmanager
     def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
         """Make the graph of ``function`` read its own flags, which each ``replay`` fills."""
+        owners = [module for module in _modules(function) if module in self.marks]
         flags = None
         if self._needs_flags and not self._caches_weights:
-            flags = GraphFlags([module for module in _modules(function) if module in self.marks], self)
+            flags = GraphFlags(owners, self)
             replay.add("forward prepare", "flags of modules", flags.fill)
-        overwriting = _thread.overwriting = _Overwriting(self._owners)
-        try:
-            with self._without_shared_flag(state, flags):
-                yield
-        finally:
-            _thread.overwriting = None
-        if overwriting.owners:
-            replay.add("forward check", "first microbatch", overwriting.check)
-
-    @contextlib.contextmanager
-    def during_backward(self, state: Any) -> Iterator[None]:
-        """Make a recomputation reuse the weights of its forward."""
-        with self._without_shared_flag(state, None):
+        elif not self._caches_weights and _takes_marks(function):
+            replay.add("forward check", "first microbatch", _refuse_reuse)
+        with self._without_shared_flag(state, flags) as as_first:
             yield
+        as_first.add_to(replay, "forward check")
+        self.kept.update(owner for owner in owners if owner.is_first_microbatch)
 
     @contextlib.contextmanager
-    def _without_shared_flag(self, state: Any, listener: Any) -> Iterator[None]:
+    def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
+        """Make a recomputation reuse the weights of its forward, unless it is told that it is a first one."""
+        with self._without_shared_flag(state, None, in_backward=True) as as_first:
+            yield
+        as_first.add_to(replay, "backward check")
+
+    @contextlib.contextmanager
+    def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:
         """Hide the flag in ``state``, shared by captures with cached weights, from a capture without them."""
         shared = state.skip_fp8_weight_update_tensor
+        _thread.as_first = _AsFirst(self._owners, in_backward)
         if not self._caches_weights:
             state.skip_fp8_weight_update_tensor = None
             _thread.listener = listener
         try:
-            yield
+            yield _thread.as_first
         finally:
             state.skip_fp8_weight_update_tensor = shared
-            _thread.listener = None
+            _thread.listener = _thread.as_first = None
 
     def flag_of(self, module: Any, is_first: bool | None) -> None:
         """Record the ``is_first_microbatch`` of one call of a module in the warmup."""
@@ -123,27 +127,73 @@ class FirstMicrobatches:
             self.told_first.add(module)
 
 
-class _Overwriting:
-    """The marked modules (``owners``) whose graph overwrites ``main_grad``, because it was captured as a first one."""
+class _AsFirst:
+    """The calls that a graph repeats as in a first microbatch, although their marks may differ at a replay.
 
-    def __init__(self, owners: dict[Any, Any]) -> None:
-        self._owners = owners
-        self.owners: list[Any] = []
+    Such a call overwrites ``main_grad``, and in delayed scaling it quantizes its weights with the newest scale.
+    """
 
-    def note(self, module: Any) -> None:
-        """Note that a module was called as in a first microbatch."""
-        if torch.is_grad_enabled() and getattr(module, "fuse_wgrad_accumulation", False):
-            owner = self._owners.get(module)
-            self.owners += [owner] if owner is not None and owner.is_first_microbatch else []
+    def __init__(self, owners: dict[Any, Any], in_backward: bool) -> None:
+        self._owners, self._in_backward = owners, in_backward
+        self._training: set[Any] = set()
+        self._always: set[Any] = set()
 
-    def check(self, call: Any) -> None:
-        """Raise RuntimeError if a replay in training is not of a first microbatch."""
-        if torch.is_grad_enabled() and not all(owner.is_first_microbatch for owner in self.owners):
+    def note(self, module: Any, flag: Any) -> None:
+        """Note that a module was called as in a first microbatch. It quantizes its weights as its ``flag`` says."""
+        owner = self._owners.get(module)
+        if owner is None or not owner.is_first_microbatch:
+            return
+        if flag is None and _scales_are_delayed() and _quantizes_weights(module):
+            self._always.add(owner)
+        if torch.is_grad_enabled() and _fuses_wgrads(module):
+            (self._always if self._in_backward else self._training).add(owner)
+
+    def add_to(self, replay: Any, phase: str) -> None:
+        """Add a check to the replays of the graph, unless they do not depend on marks."""
+        if self._training or self._always:
+            replay.add(phase, "first microbatch", self.check)
+
+    def check(self, _: Any) -> None:
+        """Raise RuntimeError if a replay is not of a first microbatch."""
+        owners = self._always | self._training if torch.is_grad_enabled() else self._always
+        if not all(owner.is_first_microbatch for owner in owners):
             raise RuntimeError(
-                "A graph was captured with is_first_microbatch=True and is replayed with False. Each replay of its "
-                "backward would overwrite main_grad, instead of adding the wgrads of this microbatch. Set "
-                "is_first_microbatch=False before the capture, and zero main_grad before each step."
+                "A graph was captured with is_first_microbatch=True and is replayed with False. Each replay would "
+                "overwrite main_grad, or quantize FP8 weights with newer scales, unlike a later microbatch of eager "
+                "training. Set is_first_microbatch=False before the capture, and zero main_grad before each step."
             )
+
+
+def _fuses_wgrads(module: Any) -> bool:
+    return bool(getattr(module, "fuse_wgrad_accumulation", False))
+
+
+def _scales_are_delayed() -> bool:
+    return FP8GlobalStateManager.is_fp8_enabled() and bool(FP8GlobalStateManager.get_fp8_recipe().delayed())
+
+
+def _quantizes_weights(module: Any) -> bool:
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+    return not all(isinstance(weight, QuantizedTensor) for weight in weights)
+
+
+def _takes_marks(function: Any) -> bool:
+    """Return whether a callable takes ``is_first_microbatch`` as an argument, and quantizes weights."""
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError):
+        return False
+    return MARK in parameters and any(map(_quantizes_weights, _modules(function)))
+
+
+def _refuse_reuse(call: Any) -> None:
+    """Refuse a replay that would quantize FP8 weights with newer scales than the first microbatch."""
+    if call.keywords.get(MARK) is False and _scales_are_delayed():
+        raise ValueError(
+            "A graph got is_first_microbatch=False, but was captured without cached weights. In delayed scaling, it "
+            "would quantize its weights with newer scales than the first microbatch. Capture it with "
+            "cache_quantized_params=True."
+        )
 
 
 class GraphFlags:
@@ -160,12 +210,17 @@ class GraphFlags:
         """Return the flag for a module's weights; None if every call of the module has the same ``is_first``.
 
         A module called with False each time reuses the weights of an earlier call, and so does its graph. A module
-        without a mark that was called with True in the warmup quantizes its weights at each replay.
+        without a mark that was called with True in the warmup quantizes its weights at each replay. So does a module
+        whose mark is still True, if it fuses wgrads: with a flag, its graph would no longer overwrite ``main_grad``.
         """
-        if is_first is not False:
+        if is_first is None:
             return None
         owner = next((owner for owner in reversed(self._flags) if owner and module in owner.modules()), None)
-        may_be_first = module in self._found.told_first or (owner is not None and not self._found.marks[owner])
+        if is_first:
+            has_mark = owner is not None and owner.is_first_microbatch
+            may_be_first = has_mark and not (torch.is_grad_enabled() and _fuses_wgrads(module))
+        else:
+            may_be_first = module in self._found.told_first or (owner is not None and not self._found.marks[owner])
         if not may_be_first:
             return None
         self._reuses[owner] = False
@@ -174,13 +229,13 @@ class GraphFlags:
     def fill(self, call: Any) -> None:
         """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights.
 
-        A mark that is an attribute of a class remains, because no forward clears it.
+        A mark that is an attribute of a class, or that its forward does not clear, remains.
         """
         for owner, reused in self._reuses.items():
             if owner is None:
                 continue
             reuses = not owner.is_first_microbatch
-            if owner not in self._found.marked_by_class or MARK in vars(owner):
+            if owner not in self._found.kept and (owner not in self._found.marked_by_class or MARK in vars(owner)):
                 with contextlib.suppress(AttributeError):  # a property without a setter
                     owner.is_first_microbatch = False
             if reuses != reused:
@@ -192,12 +247,12 @@ class GraphFlags:
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
     """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs no flag."""
     listener = getattr(_thread, "listener", None)
-    overwriting = getattr(_thread, "overwriting", None)
-    if is_first and overwriting is not None:
-        overwriting.note(module)
-    if listener is None or not FP8GlobalStateManager.is_fp8_enabled():
-        return None
-    flag: torch.Tensor | None = listener.flag_of(module, is_first)
+    as_first = getattr(_thread, "as_first", None)
+    flag: torch.Tensor | None = None
+    if listener is not None and FP8GlobalStateManager.is_fp8_enabled():
+        flag = listener.flag_of(module, is_first)
+    if is_first and as_first is not None:
+        as_first.note(module, flag)
     return flag
 
 

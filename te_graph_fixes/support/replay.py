@@ -53,7 +53,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "forward record": ("outputs without gradients", "first module", "order of replays"),
     "forward deliver": ("updates of scales", "copies"),
-    "backward check": ("captured", "contract", "recipe states"),
+    "backward check": ("captured", "first microbatch", "contract", "recipe states"),
     "backward prepare": ("skip flag", "updates of scales"),
     "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
     "wgrad check": ("contract",),

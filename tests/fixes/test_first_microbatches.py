@@ -422,3 +422,90 @@ for captured, marks in ((True, [True, True]), (False, [True, False]), (True, [Tr
 
 def test_a_graph_that_overwrites_main_grad_refuses_later_microbatches() -> None:
     assert run_program(OVERWRITES).splitlines()[-3:] == ["equal", "equal", "True raises"]
+
+
+KEPT = """
+from tests.verify.driver.setting import make_recipe
+
+class Layer(torch.nn.Module):
+    def __init__(self, where, fused, recomputes):
+        super().__init__()
+        self.linear = linear(bias=False, fuse_wgrad_accumulation=fused)
+        self.recomputes = recomputes
+        self.owner = {"itself": lambda: self, "submodule": lambda: self.linear}.get(where)
+
+    def forward(self, x, is_first_microbatch=None):
+        first = self.owner().is_first_microbatch if self.owner else is_first_microbatch
+        run = lambda x: self.linear(x, is_first_microbatch=first)
+        return te.checkpoint(run, x) if self.recomputes else run(x)
+
+class Outer(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, self.is_first_microbatch)
+
+def train(graph, name, where, fused, recomputes, count, ordered):
+    torch.manual_seed(1)
+    recipe = make_recipe(name) if name else None
+    layer = Layer(where, fused, recomputes)
+    module = Outer(layer) if where == "outer" else layer
+    owner = module if where == "outer" else layer.owner and layer.owner()
+    weight = layer.linear.weight
+    if owner:
+        owner.is_first_microbatch = True
+    if fused:
+        weight.main_grad = torch.zeros(32, 32, device="cuda")
+    runs = [module] * count
+    if graph:
+        number = count if ordered else 1
+        order = {"_order": [1, -1] * count} if ordered else {}
+        samples = tuple((random(),) for _ in range(number))
+        graphs = te.make_graphed_callables((module,), samples, enabled=bool(name), recipe=recipe, **order)
+        runs = [*graphs] * (count // number)
+        weight.grad = None
+    torch.manual_seed(2)
+    for step in range(2):
+        for microbatch, run in enumerate(runs):
+            is_first, x = microbatch == 0, random()
+            keywords = {} if owner else {"is_first_microbatch": is_first}
+            if owner:
+                owner.is_first_microbatch = is_first
+            with te.autocast(enabled=bool(name), recipe=recipe):
+                y = run(x, **keywords)
+            y.float().square().mean().backward()
+            yield from (y.detach().clone(), x.grad)
+        grad = weight.main_grad if fused else weight.grad
+        yield grad.clone()
+        with torch.no_grad():
+            weight -= grad.to(weight.dtype)
+            if count > 1 or not fused or not owner:  # otherwise each microbatch overwrites main_grad
+                grad.zero_()
+
+def outcome(*case):
+    try:
+        compare(train, *case)
+        return True
+    except AssertionError:
+        return False
+    except (RuntimeError, ValueError) as error:
+        return "raises" if "is_first_microbatch" in str(error) else str(error)
+
+flags = (False, True)
+for name, where, fused, recomputes in itertools.product(
+    (None, "delayed", "current"), ("itself", "submodule", "outer", "keyword"), flags, flags
+):
+    if name == "current" and where != "itself":
+        continue
+    found = [outcome(name, where, fused, recomputes, count, fused == recomputes) for count in (1, 3)]
+    is_marked = where != "keyword"
+    raises = is_marked and fused or name == "delayed" and (recomputes or not is_marked)
+    if found != [True, "raises" if raises else True]:
+        print("wrong:", name, where, fused, recomputes, found)
+"""
+
+
+def test_a_mark_that_no_forward_clears_counts_or_raises() -> None:
+    assert "wrong" not in run_program(KEPT)
