@@ -5,9 +5,9 @@ Upstream: none yet, TE 2.10 to main
 Forward hooks in the warmup show TransformerEngine (TE) which of its modules a callable runs. The backward of the warmup
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
 a capture for training runs at least one warmup iteration. An iteration that the caller does not request changes no
-buffer, FP8 state or random state. A capture for evaluation runs as many iterations as its caller requests, but at least
-one if a module or operation with delayed scaling has no scales yet. Otherwise the capture would create these scales in
-graph memory, and each replay would reset them.
+buffer, FP8 state or random state, and no tensor in an attribute or container of a module. A capture for evaluation runs
+as many iterations as its caller requests, but at least one if a module or operation with delayed scaling has no scales
+yet. Otherwise the capture would create these scales in graph memory, and each replay would reset them.
 """
 
 from ..fix import Fix

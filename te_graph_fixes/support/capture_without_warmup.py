@@ -5,29 +5,50 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 @contextmanager
 def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Restore the buffers of the ``modules``, and the random states of the CPU, after a warmup.
+    """Restore the buffers of the ``modules``, their other tensors, and the random states of the CPU, after a warmup.
 
-    A buffer that the warmup adds stays. TransformerEngine itself restores the random states of the GPU.
+    Modules and tensors in lists, tuples and dicts of a module are restored too. A buffer that the warmup adds stays.
+    TransformerEngine itself restores the random states of the GPU.
     """
-    registries = [module._buffers for outer in modules for module in outer.modules()]
-    buffers = [(registry, name, value) for registry in registries for name, value in registry.items()]
-    if not registries:
+    modules = [*modules]
+    if not modules:
         yield
         return
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    held = [*_held(modules, set())]
+    registries = [module._buffers for module in held if isinstance(module, torch.nn.Module)]
+    buffers = [(registry, name, value) for registry in registries for name, value in registry.items()]
+    tensors = {value for value in held if isinstance(value, torch.Tensor)}
+    tensors |= {buffer for _, _, buffer in buffers if buffer is not None}
+    values = [(tensor, tensor.clone()) for tensor in tensors]
     random_states = random.getstate(), torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(random_states[0])
         torch.set_rng_state(random_states[1])
-        for (registry, name, buffer), value in zip(buffers, values, strict=True):
+        for registry, name, buffer in buffers:
             registry[name] = buffer
-            if buffer is not None:
-                buffer.copy_(value)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the modules, and the tensors that are no parameters, in a value, its containers and its modules."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if type(value) is torch.Tensor or isinstance(value, torch.nn.Module):
+        yield value
+    if isinstance(value, torch.nn.Module):
+        value = vars(value)
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item, seen)

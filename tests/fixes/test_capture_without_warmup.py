@@ -77,11 +77,21 @@ import random as numbers
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
+class Counter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, device="cuda"), persistent=False)
+
+    def forward(self, x):
+        return x + self.count.add_(1).to(x.dtype)
+
 class Layer(torch.nn.Module):
     in_warmup = False
 
     def __init__(self):
         super().__init__()
+        self.counters = [{"one": Counter()}, torch.zeros(1, device="cuda")]
+        self.norm = torch.nn.BatchNorm1d(32, **BF16)
         self.linear = linear()
         self.register_buffer("count", torch.zeros(1, device="cuda"))
         self.register_buffer("mean", torch.zeros(32, device="cuda"))  # as in BatchNorm
@@ -91,7 +101,8 @@ class Layer(torch.nn.Module):
         if self.in_warmup and not torch.cuda.is_current_stream_capturing():
             self.last = x.detach()
             numbers.random(), torch.rand(1, device="cpu")
-        y = self.linear(x) + self.count.bfloat16()
+        x = self.counters[0]["one"](x) + self.counters[1].add_(1).bfloat16()
+        y = self.norm(self.linear(x)) + torch.rand(32, **BF16) + self.count.bfloat16()
         self.count.add_(1)
         self.mean.lerp_(y.detach().float().mean(0), 0.1)
         return y - self.mean.bfloat16()
@@ -114,7 +125,7 @@ def train(graph, enabled, is_training):
         x = random(16, 32)
         with te.autocast(**options), torch.set_grad_enabled(is_training):
             y = run(x)
-        yield from (y, layer.count, layer.mean)
+        yield from (y, layer.count, layer.mean, layer.norm.running_var, layer.counters[1])
         if is_training:
             (y.float() ** 2).mean().backward()
             yield from (x.grad, layer.linear.weight.grad)

@@ -371,10 +371,14 @@ def _aliases(values: Any) -> Any:
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """Yield the arguments that the operation writes into, according to its schema. Collectives do not declare them."""
+    """Yield the arguments that the operation writes into, according to its schema.
+
+    Collectives do not declare them, nor does BatchNorm declare its statistics.
+    """
     if func.namespace == "c10d":
         yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name in ("running_mean", "running_var"):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (one for one in tree_iter(value) if isinstance(one, torch.Tensor))
