@@ -3,7 +3,7 @@
 Upstream: none yet, TE 2.10 to main
 
 Before a replay, TE registers the FP8 state of the modules that its forward hooks saw in the warmup, with the recipe of
-the current autocast. This is wrong in five cases:
+the current autocast. This is wrong in six cases:
 
 1. A module is run by ``sub.forward(x)``, or a `te.ops.Linear` or another fused operation is captured by itself.
 2. A module runs in a ``te.autocast`` of its own. If the outer autocast has another recipe, it raises
@@ -11,6 +11,8 @@ the current autocast. This is wrong in five cases:
 3. A module is recomputed by ``te.checkpoint`` around the graph. The second forward uses newer scales than the first.
 4. A module computes FP8 attention in current scaling. TE computes parts of it in delayed scaling.
 5. A module is in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
+6. Two captured modules contain a module that ``te.checkpoint`` recomputes. TE expects backwards in the order of their
+   forwards, but captures them in reverse. A recomputation then has the scales, or even the precision, of another one.
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
 the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
@@ -68,6 +70,10 @@ PATCH = """
 +fp8_capture.begin_graph(replays.of(fwd_graph))
  with ..., _graph_context_wrapper(fwd_graph, ...):
      outputs = func(*args, **kwargs)
+@@ (2 times)
++fp8_capture.begin_backward(replays.of(bwd_graph))
+ with ..., _graph_context_wrapper(bwd_graph, ...):
+     ...
 @@
 +fp8_capture.end(is_training)
  ret = []
@@ -75,11 +81,18 @@ PATCH = """
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 
+@@ graph.py _make_graphed_callables._run_warmup_forward (if there)
++fp8_capture.begin_warmup(func_idx)
+ args = sample_args[func_idx]
+@@ graph.py _make_graphed_callables._run_warmup_backward (if there)
++fp8_capture.begin_backward(func_idx)
+ static_input_surface = per_callable_static_input_surfaces[func_idx]
+
 @@ graph.py make_graphed_callables.call_func (at its start)
 +from ._te_fp8_state_at_replay import end_captured_forward
 @@ graph.py make_graphed_callables.call_func
  outputs = old_call_funcs[block_cls](self, *args, **kwargs)
-+end_captured_forward()
++end_captured_forward(self)
 
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
 +if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_graph_capturing()):

@@ -96,7 +96,8 @@ class FirstMicrobatches:
             replay.add("forward check", "first microbatch", _refuse_reuse)
         with self._without_shared_flag(state, flags) as as_first:
             yield
-        as_first.add_to(replay, "forward check")
+        if as_first:
+            replay.add("forward check", "first microbatch", as_first.check)
         self.kept.update(owner for owner in owners if owner.is_first_microbatch)
 
     @contextlib.contextmanager
@@ -104,7 +105,8 @@ class FirstMicrobatches:
         """Make a recomputation reuse the weights of its forward, unless it is told that it is a first one."""
         with self._without_shared_flag(state, None, in_backward=True) as as_first:
             yield
-        as_first.add_to(replay, "backward check")
+        if as_first:
+            replay.add("backward check", "first microbatch", as_first.check)
 
     @contextlib.contextmanager
     def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:
@@ -148,10 +150,9 @@ class _AsFirst:
         if torch.is_grad_enabled() and _fuses_wgrads(module):
             (self._always if self._in_backward else self._training).add(owner)
 
-    def add_to(self, replay: Any, phase: str) -> None:
-        """Add a check to the replays of the graph, unless they do not depend on marks."""
-        if self._training or self._always:
-            replay.add(phase, "first microbatch", self.check)
+    def __bool__(self) -> bool:
+        """Return whether a replay depends on marks."""
+        return bool(self._training or self._always)
 
     def check(self, _: Any) -> None:
         """Raise RuntimeError if a replay is not of a first microbatch."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id
 from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -62,6 +63,7 @@ class UsedState:
     """
 
     in_fp8: bool = False
+    modules_in_fp8: dict[Any, bool] = field(default_factory=dict)
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     of_modules: list[dict[str, Any]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
@@ -141,14 +143,30 @@ class UsedState:
         return outputs
 
 
-class _Copies(deque[Any]):
-    """The copies of one state for recomputations. ``taken`` counts the copies that were used."""
+class _Queue(list[Any]):
+    """What captured forwards leave for their recomputations. ``taken`` counts the entries that were used.
+
+    TE assumes that the backwards run in the order of the forwards. Two graphs that contain one module do not.
+    """
 
     taken = 0
 
-    def popleft(self) -> Any:
+    def __init__(self, capture: Capture, entries: Iterable[Any] = ()) -> None:
+        super().__init__((capture.used, entry) for entry in entries)
+        self._capture = capture
+
+    def append(self, entry: Any) -> None:
+        super().append((self._capture.used, entry))
+
+    def pop(self, index: Any = 0) -> Any:
         self.taken += 1
-        return super().popleft()
+        return super().pop(index)[1]
+
+    popleft = pop
+
+    def bring_forward(self, used: UsedState) -> None:
+        """Make the entries of one graph the next ones."""
+        self.sort(key=lambda pair: pair[0] is not used)
 
 
 class Capture:
@@ -161,7 +179,8 @@ class Capture:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.graphs: dict[Any, UsedState] = {}
-        self._used = UsedState()
+        self.used = UsedState()
+        self._warmup: dict[int, UsedState] = {}
         self._depth = autocast_depth()
         self._updates = self._first_modules = 0
         self._updates_before_use: dict[int, int] = {}
@@ -170,18 +189,38 @@ class Capture:
         self._was_first_module = is_first_module()
         copies = _copies_for_recomputations()
         self._copies = [*copies]
-        copies[:] = [deque() for _ in copies]
+        copies[:] = [_Queue(self) for _ in copies]
+        self._flags = activation_recompute_forward._is_first_fp8_module
+        activation_recompute_forward._is_first_fp8_module = _Queue(self)
 
     def begin_graph(self, replay: Any) -> None:
         """Begin the capture of the forward that ``replay`` replays."""
         if not self.graphs:
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             copies = _copies_for_recomputations()
-            copies[:] = [_Copies() for _ in copies]
-        self._used = self.graphs[replay] = UsedState()
+            copies[:] = [_Queue(self) for _ in copies]
+            activation_recompute_forward._is_first_fp8_module = _Queue(self)
+        self.used = self.graphs[replay] = UsedState()
         self._updates, self._updates_before_use = 0, {}
         self._first_modules, self._first_modules_before_use = 0, {}
         set_first_module(True)
+
+    def begin_warmup(self, number: int) -> None:
+        """Begin a forward of a callable in the warmup."""
+        self.used = self._warmup[number] = UsedState()
+
+    def begin_backward(self, of: Any) -> None:
+        """Begin the backward of a callable in the warmup, by its number, or the capture of that of a replay.
+
+        A recomputation finds what its own forward left. TE ignores the autocast of a recomputation if ``fp8`` of the
+        module is True, also if the forward of another callable has set it.
+        """
+        used = self.graphs[of] if of in self.graphs else self._warmup[of]
+        for queue in (*_copies_for_recomputations(), activation_recompute_forward._is_first_fp8_module):
+            if isinstance(queue, _Queue):
+                queue.bring_forward(used)
+        for module, in_fp8 in used.modules_in_fp8.items():
+            module.fp8 = in_fp8
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
         """Note the states of a forward and their owners. In the warmup, save the values of the states instead."""
@@ -189,7 +228,7 @@ class Capture:
             for fp8_meta in fp8_metas:
                 self._save(fp8_meta)
             return
-        used = self._used
+        used = self.used
         used.owners += owners
         if FP8GlobalStateManager.get_autocast_state()[-1]:
             own = [_own_recipe(fp8_meta) for fp8_meta in fp8_metas]
@@ -219,27 +258,28 @@ class Capture:
         """Note the end of an autocast inside a captured forward."""
         if enabled and torch.is_grad_enabled() and autocast_depth() == self._depth + 1:
             self._updates += 1
-            self._used.updates_scales = True
+            self.used.updates_scales = True
 
-    def end_forward(self) -> None:
-        """Note whether the autocast of the capture enables FP8, before it ends."""
-        self._used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+    def end_forward(self, module: Any) -> None:
+        """Note whether the autocast of the capture enables FP8, before it ends, and which modules computed in FP8."""
+        self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self.used.modules_in_fp8 |= {inner: inner.fp8 for inner in module.modules() if "fp8" in vars(inner)}
+        copies = _copies_for_recomputations()
+        copies[:] = [queue if isinstance(queue, _Queue) else _Queue(self, queue) for queue in copies]
 
     def take_first_module(self) -> None:
         """Note that a module of the current forward took the flag of the first FP8 module."""
         if autocast_depth() == self._depth + 1:
-            self._used.has_first_module = True
+            self.used.has_first_module = True
         else:
-            self._used.has_own_backward = True
+            self.used.has_own_backward = True
 
     def end(self, is_training: bool) -> None:
         """End the capture of all graphs, and add the work on their states to their replays.
 
         Raises RuntimeError if the graphs cannot compute the numbers of eager training.
         """
-        mixed = [
-            copies for copies in _copies_for_recomputations() if isinstance(copies, _Copies) and copies and copies.taken
-        ]
+        mixed = [queue for queue in _copies_for_recomputations() if queue and getattr(queue, "taken", 0)]
         self.restore()
         if is_training and mixed:
             raise RuntimeError(_MIXED_COPIES)
@@ -257,6 +297,7 @@ class Capture:
         """
         copies = _copies_for_recomputations()
         copies[:] = [*self._copies, *(deque() for _ in copies[len(self._copies) :])]
+        activation_recompute_forward._is_first_fp8_module = self._flags
         set_first_module(self._was_first_module)
         for fp8_meta, states in self._before.values():
             for key, (scale, amax_history) in states.items():
@@ -334,10 +375,10 @@ def end_autocast(enabled: bool) -> None:
         capture.end_autocast(enabled)
 
 
-def end_captured_forward() -> None:
-    """Note the end of a captured forward, before the autocast of the capture ends."""
-    if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
-        capture.end_forward()
+def end_captured_forward(module: torch.nn.Module) -> None:
+    """Note the end of a captured forward of a module, before the autocast of the capture ends."""
+    if capture := _capture_of_forward():
+        capture.end_forward(module)
 
 
 def take_first_module() -> None:
@@ -383,6 +424,6 @@ def set_first_module(is_first: bool) -> None:
     FP8GlobalStateManager.set_autocast_state((*state, is_first, is_capturing))
 
 
-def _copies_for_recomputations() -> list[deque[Any]]:
+def _copies_for_recomputations() -> list[Any]:
     state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     return state.fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
