@@ -18,12 +18,12 @@ Code = Mapping[str, Mapping[str, str]]
 
 
 def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
-    texts = patched(source, changes)
+    """Return the digests of the code that each change edits or adds; {} for a change without functions."""
+    texts, code = patched(source, changes), dict[str, dict[str, str]]()
     added = {name: functions_of(compiled(name, after)) for name, (before, after) in texts.items() if not before}
-    code = {
-        owner: {f"{name}:{function}": code_digest(added[name][function]) for name in names for function in added[name]}
-        for owner, names in ((owner, sorted(change.new_modules)) for owner, change in changes.items())
-    }
+    for owner, change in changes.items():
+        functions = [(module, *each) for module in sorted(change.new_modules) for each in added[module].items()]
+        code[owner] = {f"{module}:{name}": code_digest(function) for module, name, function in functions}
     for patch in compile_patches(source, changes, texts):
         for owner in sorted(patch.owners):
             code[owner][f"{patch.module}:{patch.qualname}"] = code_digest(patch.after)
