@@ -30,14 +30,18 @@ def baked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return tree
 
 
-@pytest.mark.parametrize("setting", ["off", "on"])
-def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, setting: str) -> None:
-    done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), TE_GRAPH_FIXES=setting)
+NONSENSE = {f"TE_GRAPH_FIXES_{name}": "nonsense" for name in ("DISABLE", "STRICT", "CHECK", "VERBOSE", "OTHER")}
+
+
+@pytest.mark.parametrize("variables", [{"TE_GRAPH_FIXES": "off", **NONSENSE}, {}], ids=["off", "on"])
+def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, variables: dict[str, str]) -> None:
+    """With the fixes off, no variable is an error."""
+    done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), **variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
         case: ("measured", 0.0, []) for case in CASES
     }
-    undo = ' undo="te-graph-fixes bake --undo"' if setting == "off" else ""
+    undo = ' undo="te-graph-fixes bake --undo"' if variables else ""
     assert re.search(rf" mode=baked applied=\d+ missing=0 digest=\w{{8}}{undo}\n", done.stderr)
 
 
@@ -76,148 +80,83 @@ assert on_disk() == made
 UNDO = "The settings have no effect on baked fixes until `te-graph-fixes bake --undo`"
 
 
-@pytest.mark.parametrize(
-    ("variables", "warned"),
-    [
-        ({}, ""),
-        ({"TE_GRAPH_FIXES": "off"}, ""),
-        (
-            {"TE_GRAPH_FIXES_DISABLE": "replay-arguments"},
-            rf"{UNDO}: replay-arguments stay applied\.",
-        ),
-    ],
-)
-def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, variables: dict[str, str], warned: str) -> None:
-    done = on_simulator("-c", TOUR, path=baked, imported=(), **variables)
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_the_switches_and_the_report_tell_what_is_on_disk(baked: Path, setting: str) -> None:
+    done = on_simulator("-c", TOUR, path=baked, imported=(), TE_GRAPH_FIXES=setting)
     assert done.returncode == 0, done.stderr
     first, after, *strict = done.stdout.splitlines()
-    assert re.fullmatch(warned, first)
-    assert re.fullmatch(
-        r"after: The fixes that te-graph-fixes \S+ baked into TransformerEngine stay active until `te-graph-fixes .*",
-        after,
-    )
-    is_off = "TE_GRAPH_FIXES" in variables
-    assert is_off if not strict else re.match(f"strict: {UNDO}: ", strict[0])
+    stay = r"after: The fixes that te-graph-fixes \S+ baked into TransformerEngine stay active until `te-graph-fixes .*"
+    assert (first, re.fullmatch(stay, after) is not None) == ("", True)
+    assert setting == "off" if not strict else re.match(f"strict: {UNDO}: ", strict[0])
     assert "disabled" not in done.stderr
 
 
-def test_strict_mode_refuses_other_settings(baked: Path) -> None:
-    program = "import te_graph_fixes, transformer_engine.pytorch"
-    done = on_simulator(
-        "-c", program, path=baked, imported=(), TE_GRAPH_FIXES_DISABLE="replay-arguments", TE_GRAPH_FIXES_STRICT="1"
-    )
-    assert (done.returncode, len(re.findall(f"FixNotAppliedError: {UNDO}", done.stderr))) == (1, 1)
-
-
-@pytest.mark.parametrize("state", ["interrupted", "by another version"])
-def test_strict_mode_refuses_a_bake_that_is_not_whole_or_of_another_version(state: str, tmp_path: Path) -> None:
-    tree = copy_of(Path(Source.installed().location).parent, tmp_path)
-    graph, manifest = tree / "transformer_engine/pytorch/graph.py", tree / "transformer_engine/te-graph-fixes.json"
+@pytest.mark.parametrize("state", ["interrupted", "by another version", "with other settings"])
+def test_strict_mode_refuses_a_bake(state: str, tmp_path: Path) -> None:
+    tree, variables = copy_of(Path(Source.installed().location).parent, tmp_path), {}
+    graph, manifest = tree / "transformer_engine/pytorch/graph.py", tree / "transformer_engine" / NAME
     original = graph.read_text()
     assert main(["bake", "--source", str(tree)]) == 0
     if state == "interrupted":
         graph.write_text(original)
         said = "a bake or its undo was interrupted or is running, or .* run `te-graph-fixes bake` or"
-    else:
+    elif state == "by another version":
         data = json.loads(manifest.read_text())
         manifest.write_text(json.dumps({**data, "version": "0.0.9"}))
         said = (
             "te-graph-fixes 0.0.9 baked this TransformerEngine, but this is te-graph-fixes .*\n  te-graph-fixes bake\n"
         )
+    else:
+        said, variables = UNDO, {"TE_GRAPH_FIXES_DISABLE": "replay-arguments"}
     program = "import te_graph_fixes, transformer_engine.pytorch; print(te_graph_fixes.report())"
-    done = on_simulator("-c", program, path=tree, imported=(), TE_GRAPH_FIXES_STRICT="1")
-    assert (done.returncode, len(re.findall(said, done.stderr))) == (1, 1), done.stderr
-    done = on_simulator("-c", program, path=tree, imported=())
-    assert (done.returncode, len(re.findall(said, done.stderr))) == (0, 1), done.stderr
-    assert ("unrecognized" in done.stdout) == (state == "interrupted")
+    for strict in ("1", "0"):
+        variables["TE_GRAPH_FIXES_STRICT"] = strict
+        done = on_simulator("-c", program, path=tree, imported=(), **variables)
+        assert (done.returncode, len(re.findall(said, done.stderr))) == (int(strict), 1), done.stderr
+    assert ("unrecognized" in done.stdout) == (" mode=failed " in done.stderr) == (state == "interrupted")
     assert on_simulator("-c", program, path=tree, imported=(), TE_GRAPH_FIXES="off").returncode == 0
 
 
-def test_off_never_raises(baked: Path) -> None:
-    nonsense = dict.fromkeys(("DISABLE", "STRICT", "CHECK", "VERBOSE", "OTHER"), "nonsense")
-    program = (
-        "import warnings\nwarnings.filterwarnings('error', 'Ign')\nimport te_graph_fixes, transformer_engine.pytorch"
-    )
-    done = on_simulator(
-        *("-c", program),
-        path=baked,
-        imported=(),
-        TE_GRAPH_FIXES="off",
-        **{f"TE_GRAPH_FIXES_{name}": value for name, value in nonsense.items()},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count('undo="te-graph-fixes bake --undo"') == 1
-
-
-CPU = """
-import gc, sys, time
+LIVE = """
+import gc, subprocess, sys, time
+{0}
 import transformer_engine.pytorch
 import transformer_engine.pytorch.graph as graph
 gc.collect()
 gc.disable()
-{0}
+{1}
 begin = time.process_time()
 import te_graph_fixes
 used = time.process_time() - begin
 report = te_graph_fixes.report()
 print(used, report.mode, len(report.active), len(report.missing), report.digest)
 """
+BAKE = 'subprocess.run([sys.executable, "-m", "te_graph_fixes", "bake", "--source", {0!r}], check=True, stdout=2)'
+REPLACED = "graph.make_graphed_callables.__code__ = (lambda *args: None).__code__"
 
 
-def test_what_runs_is_compared_with_the_files(baked: Path) -> None:
-    used, mode, active, missing, digest = simulate("-c", CPU.format(""), path=baked, imported=()).split()
-    assert (mode, missing) == ("baked", "0")
-    assert float(used) < 0.3  # 0.06 on an idle computer
-    replaced = "graph.make_graphed_callables.__code__ = (lambda *args: None).__code__"
-    _, mode, fewer, missing, other = simulate("-c", CPU.format(replaced), path=baked, imported=()).split()
-    assert (mode, int(fewer) + int(missing)) == ("baked", int(active))
-    assert int(missing) > 0
-    assert digest != other
-
-
-BAKED_LATER = """
-import os, subprocess, sys
-import transformer_engine.pytorch
-done = subprocess.run([sys.executable, "-m", "te_graph_fixes", "bake", "--source", sys.argv[1]], stdout=2)
-import te_graph_fixes
-report = te_graph_fixes.report()
-print(report.mode, len(report.active), len(report.missing) > 20, *list(report.missing.values())[:1])
-"""
-
-
-def test_a_te_that_was_imported_before_the_bake(tmp_path: Path) -> None:
-    tree = copy_of(Path(Source.installed().location).parent, tmp_path)
-    (tmp_path / "job.py").write_text(BAKED_LATER)
-    done = on_simulator(str(tmp_path / "job.py"), str(tree), path=tree, imported=())
-    assert re.match(r"failed 0 True te-graph-fixes \S+ baked it .* but this process runs other code", done.stdout)
-    assert " mode=failed applied=0 missing=" in done.stderr
-    done = on_simulator(str(tmp_path / "job.py"), str(tree), path=tree, imported=(), TE_GRAPH_FIXES_STRICT="1")
-    assert done.stdout.startswith("baked ")  # now the files were baked before the import
-
-
-def test_stale_bytecode(tmp_path: Path) -> None:
-    """Python does not compare this bytecode, in another folder, with the file."""
-    tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), tmp_path / "prefix"
-    graph = tree / "transformer_engine" / "pytorch" / "graph.py"
-    mode = "py_compile.PycInvalidationMode.UNCHECKED_HASH"
+def test_what_runs_is_compared_with_the_files(tmp_path: Path) -> None:
+    """The bake may come after the import, the bytecode may be old, and another package may replace functions."""
+    tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), str(tmp_path / "prefix")
+    graph, mode = tree / "transformer_engine/pytorch/graph.py", "py_compile.PycInvalidationMode.UNCHECKED_HASH"
     program = f"import py_compile; py_compile.compile({str(graph)!r}, invalidation_mode={mode})"
-    assert python("-c", program, PYTHONPYCACHEPREFIX=str(prefix)).returncode == 0
-    assert main(["bake", "--source", str(tree)]) == 0
-    program = "import te_graph_fixes, transformer_engine.pytorch"
-    (tmp_path / "job.py").write_text(program)
-    found = python("-m", "tests.simulator", tmp_path / "job.py", path=tree, PYTHONPYCACHEPREFIX=str(prefix))
-    assert re.search(r" mode=baked applied=\d missing=\d\d ", found.stderr)
+    assert python("-c", program, PYTHONPYCACHEPREFIX=prefix).returncode == 0
 
+    def live(before: str = "", after: str = "", path: str | Path = tree) -> list[str]:
+        done = on_simulator("-c", LIVE.format(before, after), path=path, imported=(), PYTHONHASHSEED=str(len(after)))
+        assert done.returncode == 0, done.stderr
+        assert re.findall(r" mode=(\w+) applied=(\d+) missing=(\d+) ", done.stderr)[0] == (*done.stdout.split()[1:4],)
+        return done.stdout.split()
 
-def test_the_digest_is_that_of_the_fixes_in_memory(baked: Path, tmp_path: Path) -> None:
-    program = "import te_graph_fixes, transformer_engine.pytorch; print(te_graph_fixes.report().digest)"
-    tree = copy_of(baked, tmp_path / "elsewhere")
-    (tree / "transformer_engine" / NAME).write_bytes((baked / "transformer_engine" / NAME).read_bytes())
-    digests = {simulate("-c", program, path=path, imported=(), PYTHONHASHSEED="7") for path in (baked, tree)}
-    assert main(["bake", "--undo", "--source", str(baked)]) == 0
-    digests.add(simulate("-c", program, path=baked, imported=()))
-    assert main(["bake", "--source", str(baked)]) == 0
-    assert len(digests) == 1
+    _, *later, _ = live(after=BAKE.format(str(tree)))
+    used, mode, active, missing, digest = live()
+    assert float(used) < 0.3  # 0.06 on an idle computer
+    assert (mode, missing, later) == ("baked", "0", ["failed", "0", active])
+    assert live(path="")[1:] == ["memory", active, "0", digest]
+    for before, after in (("", REPLACED), (f"sys.pycache_prefix = {prefix!r}", "")):
+        _, mode, fewer, missing, other = live(before, after)
+        assert (mode, int(fewer) + int(missing), other != digest) == ("baked", int(active), True)
+        assert int(missing) > 0
 
 
 def test_a_check_on_it_finds_nothing(baked: Path) -> None:
@@ -230,23 +169,21 @@ import hashlib, torch, transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 torch.manual_seed(0)
-layers = [te.LayerNormLinear(32, 32), te.LayerNormMLP(32, 64), te.Linear(32, 32), te.GroupedLinear(2, 32, 32)]
-model = torch.nn.ModuleList([*layers, te.ops.Sequential(te.ops.Linear(32, 32))]).cuda()
-optimizer, digest = torch.optim.SGD(model.parameters(), 0.1), hashlib.sha256()
-for recipe in (None, DelayedScaling(), Float8CurrentScaling()):
-    for number in range(4):
-        out = x = torch.randn(32, 32, device="cuda", requires_grad=True)
-        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            for layer in layers:
-                splits = [[16, 16]] if layer is layers[3] else []
-                out = layer(out, *splits, is_first_microbatch=number % 2 == 0)
-            out = model[4](out)
-        out.square().mean().backward()
-        digest.update(out.detach().cpu().numpy().tobytes() + x.grad.cpu().numpy().tobytes())
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-digest.update(b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()))
+layers = te.LayerNormLinear(32, 32), te.LayerNormMLP(32, 64), te.ops.Sequential(te.ops.Linear(32, 32))
+model, grouped = torch.nn.Sequential(*layers).cuda(), te.GroupedLinear(2, 32, 32).cuda()
+parameters = [*model.parameters(), *grouped.parameters()]
+optimizer, digest = torch.optim.SGD(parameters, 0.1), hashlib.sha256()
+for number in range(12):
+    x = torch.randn(32, 32, device="cuda", requires_grad=True)
+    recipe = (DelayedScaling, Float8CurrentScaling)[number % 2]
+    with te.fp8_autocast(enabled=number % 3 > 0, fp8_recipe=recipe()):
+        out = grouped(model(x), [16, 16], is_first_microbatch=number % 2 == 0)
+    out.square().mean().backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    for tensor in (out, x.grad, *parameters):
+        digest.update(tensor.detach().cpu().numpy().tobytes())
 print(digest.hexdigest())
 """
 
