@@ -9,6 +9,7 @@ An exception in `make_graphed_callables` leaves the process in this state:
 - eager FP8 modules take the path of graphs, with the recipe and the forward hooks of the capture
 - delayed wgrads are out of order
 - random states and FP8 scales have the values of the warmup
+- a first capture with cached weights leaves its skip flag
 
 If a forbidden operation invalidates the capture, the error "operation failed due to a previous error during capture"
 hides the first error. The stream of the capture stays current, and random numbers raise "Offset increment outside graph
@@ -17,6 +18,7 @@ first exception is raised.
 """
 
 from ..fix import Fix
+from ..shapes import skip_flag_state
 
 PATCH = """
 @@ graph.py _graph_context_wrapper
@@ -97,12 +99,14 @@ PATCH = """
 +marks = SavedMarks(submodules)
 +delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
 +delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
++skip_flag = STATE.skip_fp8_weight_update_tensor
 +try:
 +    set_capture_start()
 +    for module in modules:
 +        wrap_autocast(module)
 +    graphed_callables = capture()
 +except BaseException as error:
++    STATE.skip_fp8_weight_update_tensor = skip_flag
 +    with contextlib.suppress(Exception):
 +        marks.restore()
 +    for context, pending in delayed_wgrads:
@@ -134,4 +138,5 @@ FIX = Fix(
     group="crashes",
     affects="programs that catch an exception of a capture and continue",
     patch=PATCH,
+    names={"STATE": skip_flag_state},
 )

@@ -91,3 +91,20 @@ for keeps in (False, True):
 def test_a_failed_capture_restores_the_scales_and_copies_of_all_modules() -> None:
     """Modules in an autocast of their own are not in TE's list, and the caller may keep the error."""
     run_program(OWN_AUTOCAST)
+
+
+FIRST_FLAG = """
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        raise ZeroDivisionError
+
+state = getattr(Manager, "quantization_state", Manager)
+try:
+    te.make_graphed_callables(Fails(32, 32), (random(),), enabled=True, cache_quantized_params=True)
+except ZeroDivisionError:
+    print(state.skip_fp8_weight_update_tensor)
+"""
+
+
+def test_a_failed_capture_leaves_no_skip_flag() -> None:
+    assert run_program(FIRST_FLAG) == "None\n"
