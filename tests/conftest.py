@@ -19,6 +19,8 @@ from te_graph_fixes.commands.cli import main
 from tests.support import published
 from tests.support.child import Cli
 
+NEEDS_TE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.te\b", re.MULTILINE)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=("text", "te", "all"), help="the tests that need TransformerEngine, or the rest")
@@ -64,5 +66,4 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     part = _part(config)
     if part == "all" or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    needs_te = re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.te\b", collection_path.read_text(), re.MULTILINE)
-    return True if bool(needs_te) != (part == "te") else None
+    return True if bool(NEEDS_TE.search(collection_path.read_text())) != (part == "te") else None

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ NORMS = {EXPERT: 0.5, "decoder.layers.0.mixer.A_log of rank 0": 0.25}
 EQUAL = "te-graph-fixes check, fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: all equal"
 DIFFERENT = "te-graph-fixes check, fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: 3 differ, on rank 0"
 OF_CHILD = "te-graph-fixes check, fixes on: 0 steps, 0 callables, 0 tensors: nothing was compared"
+Run = Callable[..., tuple[int, str]]
 CRASH = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Could not infer dtype"
 
 
@@ -55,30 +57,23 @@ def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: 
     monkeypatch.setattr(runs.Training, "command", command)
 
 
+@pytest.fixture
 def run(
-    example: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    *programs: tuple[str, int],
-    options: tuple[str, ...] = (),
-) -> int:
-    """Return the exit status of the example if its runs print these texts and end with these statuses."""
-    print_instead(monkeypatch, sys.modules["megatron_runs"], *programs)
-    monkeypatch.setattr(sys, "argv", ["megatron_lm.py", str(folder), "--out", str(folder / "out"), *options])
-    status: int = example.main()
-    return status
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Run the example with runs that print these texts and end with these statuses. Return its status and output."""
+
+    def call(*programs: tuple[str, int], options: tuple[str, ...] = ()) -> tuple[int, str]:
+        print_instead(monkeypatch, sys.modules["megatron_runs"], *programs)
+        monkeypatch.setattr(sys, "argv", ["megatron_lm.py", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+        return example.main(), capsys.readouterr().out
+
+    return call
 
 
-def test_equal_runs_exit_with_0(
-    example: ModuleType,
-    runs: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    programs = [(log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0)]
-    assert run(example, monkeypatch, tmp_path, *programs) == 0
-    output = capsys.readouterr().out
+def test_equal_runs_exit_with_0(run: Run, runs: ModuleType, tmp_path: Path) -> None:
+    status, output = run((log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0))
+    assert status == 0
     assert "TE's graphs against graphs off: differ: grad norm 1 of 8" in output
     assert "with te-graph-fixes against graphs off: the same in every digit" in output
     assert "| 5 | 9.2E+00 | 9.2E+00 | 9.2E+00 | 0.800 | **0.801** | 0.800 |" in output
@@ -98,25 +93,17 @@ def test_equal_runs_exit_with_0(
     ],
     ids=["another-norm", "fewer-steps", "crash", "late-crash"],
 )
-def test_a_difference_with_the_fixes_exits_with_1(
-    example: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fixed: tuple[str, int],
-    printed: str,
-) -> None:
-    assert run(example, monkeypatch, tmp_path, (log(RIGHT), 0), (log(RIGHT), 0), fixed, options=("--at-once",)) == 1
-    output = capsys.readouterr().out
+def test_a_difference_with_the_fixes_exits_with_1(run: Run, fixed: tuple[str, int], printed: str) -> None:
+    status, output = run((log(RIGHT), 0), (log(RIGHT), 0), fixed, options=("--at-once",))
+    assert status == 1
     assert f"with te-graph-fixes against graphs off: {printed}" in output
     assert "ms a step" not in output
 
 
-def test_a_failed_reference_exits_with_2(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(example, monkeypatch, tmp_path, (CRASH, 1), (log(RIGHT), 0), (log(RIGHT), 0)) == 2
-    assert "cannot compare: the run without graphs ended with status 1: RuntimeError" in capsys.readouterr().out
+def test_a_failed_reference_exits_with_2(run: Run) -> None:
+    status, output = run((CRASH, 1), (log(RIGHT), 0), (log(RIGHT), 0))
+    assert status == 2
+    assert "cannot compare: the run without graphs ended with status 1: RuntimeError" in output
 
 
 def test_a_run_that_takes_too_long_is_ended(
@@ -133,13 +120,10 @@ def norms(**changed: float) -> str:
     return f"gradient norms of step 4: {json.dumps({**NORMS, **changed})}"
 
 
-def test_norms_are_compared_and_shown_by_kind_of_parameter(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_norms_are_compared_and_shown_by_kind_of_parameter(run: Run) -> None:
     wrong = norms(**{EXPERT: 0.125})
-    programs = [(log(RIGHT, norms()), 0), (log(RIGHT, wrong), 0), (log(RIGHT, norms()), 0)]
-    assert run(example, monkeypatch, tmp_path, *programs) == 0
-    output = capsys.readouterr().out
+    status, output = run((log(RIGHT, norms()), 0), (log(RIGHT, wrong), 0), (log(RIGHT, norms()), 0))
+    assert status == 0
     assert "TE's graphs against graphs off: differ: norms of main_grad 1 of 2" in output
     assert "| 4 | experts | 0.5 | **0.125** | 0.5 | 0.250 |" in output
     assert "| 4 | Mamba mixer | 0.25 | 0.25 | 0.25 | 1.000 |" in output
@@ -155,18 +139,11 @@ def test_norms_are_compared_and_shown_by_kind_of_parameter(
     ],
     ids=["equal", "mismatch", "another-training", "no-result"],
 )
-def test_a_checked_run_must_be_all_equal_and_unchanged(
-    example: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    checked: str,
-    status: int,
-    printed: str,
-) -> None:
+def test_a_checked_run_must_be_all_equal_and_unchanged(run: Run, checked: str, status: int, printed: str) -> None:
     programs = [(log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0), (log(WRONG, DIFFERENT), 0), (checked, 0)]
-    assert run(example, monkeypatch, tmp_path, *programs, options=("--check",)) == status
-    assert printed in capsys.readouterr().out
+    found, output = run(*programs, options=("--check",))
+    assert found == status
+    assert printed in output
 
 
 def test_the_hybrid_model_runs_the_program_that_the_checkout_has(example: ModuleType, tmp_path: Path) -> None:
