@@ -81,14 +81,6 @@ TRAININGS = """
 import hashlib, os
 from tests.verify.driver.setting import make_recipe
 
-class Layer(torch.nn.Module):
-    def __init__(self, layer, *splits):
-        super().__init__()
-        self.layer, self.splits = layer, splits
-
-    def forward(self, x):
-        return self.layer(x, *self.splits)
-
 def copy(grad):
     # An eager backward of GroupedLinear adds garbage to .grad in place, until backward_dw() replaces it.
     return None if grad is None else grad.clone()
@@ -102,7 +94,7 @@ def train(kind, recipe, fused, accumulates, graphed):
     for parameter in parameters:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
-    run = Layer(layer, *([32, 32],) * is_grouped)
+    run = WithSplits(layer, *([32, 32],) * is_grouped)
     fp8 = {"enabled": bool(recipe), "recipe": make_recipe(recipe or "current")}
     if graphed:
         te.make_graphed_callables(run, (random(64, 64),), allow_unused_input=True, **fp8)

@@ -11,19 +11,11 @@ from tests.support.child import run_program
 pytestmark = pytest.mark.te
 
 PROGRAM = """
-class Layer(torch.nn.Module):
-    def __init__(self, layer, *splits):
-        super().__init__()
-        self.layer, self.splits = layer, splits
-
-    def forward(self, x):
-        return self.layer(x, *self.splits)
-
 def marks(kind, delay, graphed):
     is_grouped = kind == "GroupedLinear"
     options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay, "params_dtype": torch.bfloat16}
     layer = getattr(te, kind)(*(2,) * is_grouped, 32, 32, device="cuda", **options)
-    run = Layer(layer, *([8, 8],) * is_grouped)
+    run = WithSplits(layer, *([8, 8],) * is_grouped)
     parameters = [*layer.parameters()]
     for parameter in parameters:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

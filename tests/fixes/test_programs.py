@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from tests.support import published
-from tests.support.child import measured
+from tests.support.child import gpu, measured
 from tests.support.legal_orders import NAMED, random_orders
-from tests.verify.cases import BLACKWELL_RECIPES, CASES, SIMULATED, Case
+from tests.verify.cases import CASES, SIMULATED, Case
 
 pytestmark = pytest.mark.te
 
@@ -21,10 +21,6 @@ ALSO = (
 PROGRAMS = {name: CASES[name] for name in ALSO} | SIMULATED
 QUICK = {case.fixes: case for case in reversed(PROGRAMS.values())}.values()
 """One program for each fix."""
-
-
-def gpu(program: Case) -> str:
-    return "blackwell" if program.options.get("recipe") in BLACKWELL_RECIPES else "hopper"
 
 
 @pytest.mark.parametrize("simulated", ["hopper", "blackwell"])

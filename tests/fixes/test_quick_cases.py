@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 
 from tests.support import published
-from tests.support.child import measured
-from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case
+from tests.support.child import gpu, measured
+from tests.verify.cases import CASES
 
 pytestmark = pytest.mark.te
 
 NEEDED = sorted(published.te("installed").needed)
-
-
-def gpu(case: Case) -> str:
-    """Return the simulated GPU: Hopper, or a Blackwell for the cases that Hopper cannot run."""
-    if PRESWIZZLE in case.fixes:
-        return "blackwell-rtx"
-    return "blackwell" if case.options.get("recipe") in BLACKWELL_RECIPES else "hopper"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.verify.cases import Case
+from tests.verify.cases import BLACKWELL_RECIPES, PRESWIZZLE, Case
 from tests.verify.runner import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,13 @@ def require_wrong(program: str, without: str) -> None:
     """Fail unless graphs in a program differ from eager training (`tests.support.training.compare`) without a fix."""
     done = on_simulator("-c", START + program, TE_GRAPH_FIXES_DISABLE=without)
     assert "tensors differ" in done.stderr, done.stdout + done.stderr
+
+
+def gpu(case: Case) -> str:
+    """Return the simulated GPU of a case: Hopper, or a Blackwell for the cases that Hopper cannot run."""
+    if PRESWIZZLE in case.fixes:
+        return "blackwell-rtx"
+    return "blackwell" if case.options.get("recipe") in BLACKWELL_RECIPES else "hopper"
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support import shared_constants
-from tests.support.training import BF16, DelayedScaling, Float8CurrentScaling, Manager, gc, linear, te, torch
+from tests.support.training import (
+    BF16,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Manager,
+    WithSplits,
+    gc,
+    linear,
+    te,
+    torch,
+)
 
 
 def ones() -> torch.Tensor:
@@ -48,27 +58,12 @@ def delayed_experts() -> dict[str, Any]:
         experts, called = made(2, 64, 48, bias=False, device="cuda", delay_wgrad_compute=True, **options), []
         experts.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
         x = ones()
-        layer = te.make_graphed_callables(with_splits(experts), (x,))
+        layer = te.make_graphed_callables(WithSplits(experts, torch.tensor([32, 32], device="cuda")), (x,))
         for _ in range(2):
             layer(x).sum().backward()
             layer.backward_dw()
         found[kind] = len(called), [float(weight.grad.mean()) for weight in experts.parameters()]
     return found
-
-
-def with_splits(experts: Any) -> Any:
-    """Return a layer of two experts that get 32 tokens each, which only the GPU knows."""
-    splits = torch.tensor([32, 32], device="cuda")
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = experts
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.experts(x, splits)
-
-    return Layer()
 
 
 def reductions_in_capture() -> int:
@@ -81,7 +76,7 @@ def reductions_in_capture() -> int:
     reduced, reduce = [], Manager.reduce_and_update_fp8_tensors
     Manager.reduce_and_update_fp8_tensors = lambda forward=True: reduced.append(forward) or reduce(forward)
     options = {"params_dtype": torch.bfloat16, "use_grouped_tensor": True, "bias": False, "device": "cuda"}
-    layer = with_splits(te.GroupedLinear(2, 64, 64, **options))
+    layer = WithSplits(te.GroupedLinear(2, 64, 64, **options), torch.tensor([32, 32], device="cuda"))
     te.make_graphed_callables(layer, (ones(),), enabled=True, recipe=MXFP8BlockScaling())
     return reduced.count(False)
 

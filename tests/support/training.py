@@ -38,6 +38,17 @@ def linear(size: int = 32, **options: Any) -> Any:
     return te.Linear(size, size, **{"params_dtype": torch.bfloat16, "device": "cuda", **options})
 
 
+class WithSplits(torch.nn.Module):
+    """A module that passes ``splits`` to its layer, if there are any: the tokens of each expert."""
+
+    def __init__(self, layer: Any, *splits: Any) -> None:
+        super().__init__()
+        self.layer, self.splits = layer, splits
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x, *self.splits)
+
+
 def compare(train: Callable[..., Iterable[torch.Tensor | None]], *arguments: Any, **options: Any) -> None:
     """Fail unless ``train(True, ...)``, with graphs, computes the tensors of ``train(False, ...)``."""
     eager, graphed = (

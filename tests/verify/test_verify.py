@@ -13,11 +13,11 @@ import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from tests.support import published
+from tests.support.child import gpu, on_simulator, outcome, python
 from tests.support.child import measured as measured_in_child
-from tests.support.child import on_simulator, outcome, python
 from tests.verify import runner
 from tests.verify.__main__ import main
-from tests.verify.cases import BLACKWELL_RECIPES, CASES, PRESWIZZLE, Case, select
+from tests.verify.cases import CASES, PRESWIZZLE, Case, select
 from tests.verify.runner import Child, Outcome, Row
 
 pytestmark = pytest.mark.te
@@ -33,23 +33,13 @@ BESIDE = (
 """Cases that are not quick, and about what those that are leave out."""
 
 
-def marks(case: Case, gpu: str) -> tuple[pytest.MarkDecorator, ...]:
-    if gpu == "hopper" and case.quick:
+def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    if gpu(case) == "hopper" and case.quick:
         return ()
-    return (pytest.mark.full,) if gpu == "hopper" and case.name in BESIDE else (pytest.mark.slow,)
+    return (pytest.mark.full,) if gpu(case) == "hopper" and case.name in BESIDE else (pytest.mark.slow,)
 
 
-SIMULATED = [
-    pytest.param(case, gpu, marks=marks(case, gpu), id=f"{case.name}-{gpu}")
-    for case in CASES.values()
-    for gpu in [
-        "blackwell-rtx"
-        if PRESWIZZLE in case.fixes
-        else "blackwell"
-        if case.options.get("recipe") in BLACKWELL_RECIPES
-        else "hopper"
-    ]
-]
+SIMULATED = [pytest.param(case, marks=marks(case), id=f"{case.name}-{gpu(case)}") for case in CASES.values()]
 APPLICABLE_FIXES = published.te("installed").needed
 
 RIGHT, WRONG = Outcome("measured", 0.0), Outcome("measured", 1.0)
@@ -64,9 +54,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
-@pytest.mark.parametrize(("case", "gpu"), SIMULATED)
-def test_cases_on_the_simulator(case: Case, gpu: str) -> None:
-    row = Row(case, *(outcome(case, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu) for switch in ("off", "on")))
+@pytest.mark.parametrize("case", SIMULATED)
+def test_cases_on_the_simulator(case: Case) -> None:
+    row = Row(case, *(outcome(case, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu(case)) for switch in ("off", "on")))
     if row.skipped:
         pytest.skip(row.verdict)
     assert row.with_fixes.correct, row.with_fixes
@@ -239,14 +229,7 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main(["wgrad-before-dgrad"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split("  ")[0] == "FIX"
-    assert out.splitlines()[1].split() == [
-        "backward-dw-order",
-        "wgrad-before-dgrad",
-        "KeyError:",
-        "-1",
-        "0",
-        "fixed",
-    ]
+    assert out.splitlines()[1].split() == ["backward-dw-order", "wgrad-before-dgrad", "KeyError:", "-1", "0", "fixed"]
     measured(monkeypatch, WRONG, HANG)
     assert main(["linear-bf16", "plain-grad"]) == 1
     captured = capsys.readouterr()
