@@ -150,7 +150,7 @@ def _changed(*changes: str) -> tuple[str, ...]:
 
 
 MISUSES = ("misuse_keyword", "misuse_shape", "misuse_missing", "misuse_more", "misuse_backward", "step")
-VIEWS = ("contiguous", "transposed", "chunk", "steps", "expanded", "permuted", "negative")
+VIEWS = ("contiguous", "transposed", "chunk", "steps", "expanded", "permuted", "number", "negative")
 DTYPES = (
     *("float64", "float16", "complex64", "complex128", "bool", "int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),

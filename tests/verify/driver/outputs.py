@@ -21,6 +21,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "steps": lambda y: y[1:, ::2],
     "expanded": lambda y: y[:, None].expand(-1, 3, -1),
     "permuted": lambda y: y.view(y.shape[0], 4, -1).permute(1, 2, 0),
+    "number": lambda y: y[2, 3],
     "negative": lambda y: conjugate(y).imag,
     "conjugate": lambda y: conjugate(y),
 }
