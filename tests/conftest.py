@@ -62,8 +62,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"part of the tests: {_part(config)}"
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    part = _part(config)
-    if part == "all" or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+class OtherPart(pytest.File):
+    """A module of the other part of the tests. It is not imported, even if the command line names it."""
+
+    def collect(self) -> list[pytest.Item]:
+        return []
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    part, needs_te = _part(parent.config), bool(NEEDS_TE.search(module_path.read_text()))
+    if part == "all" or needs_te == (part == "te"):
         return None
-    return True if bool(NEEDS_TE.search(collection_path.read_text())) != (part == "te") else None
+    return OtherPart.from_parent(parent, path=module_path)
