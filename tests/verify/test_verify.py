@@ -224,30 +224,30 @@ def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outc
     monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
 
 
-def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, CRASH, RIGHT)
     assert main(["wgrad-before-dgrad"]) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert out.splitlines()[0].split("  ")[0] == "FIX"
     assert out.splitlines()[1].split() == ["backward-dw-order", "wgrad-before-dgrad", "KeyError:", "-1", "0", "fixed"]
     measured(monkeypatch, WRONG, HANG)
     assert main(["linear-bf16", "plain-grad"]) == 1
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert len(captured.out.splitlines()) == 4
     assert "te-graph-fixes: linear-bf16: not measured with the fixes: no result in 60 s" in captured.err.splitlines()
 
 
-def test_skipped_cases_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_cases_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, SKIP, SKIP)
     assert main(["linear-bf16", "linear-mxfp8"]) == 0
-    assert "skipped (no FP8): linear-bf16, linear-mxfp8" in capsys.readouterr().out.splitlines()
+    assert "skipped (no FP8): linear-bf16, linear-mxfp8" in capfd.readouterr().out.splitlines()
     assert main(["--json", "linear-mxfp8"]) == 0
-    assert json.loads(capsys.readouterr().out)["skipped"] == {"no FP8": ["linear-mxfp8"]}
+    assert json.loads(capfd.readouterr().out)["skipped"] == {"no FP8": ["linear-mxfp8"]}
 
 
 @pytest.mark.parametrize(("others", "status"), [(RIGHT, 3), (HANG, 1), (WRONG, 1)])
 def test_cases_that_could_not_run_have_their_own_status(
-    others: Outcome, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    others: Outcome, status: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rows(cases: list[Case], *_: object, **__: object) -> list[Row]:
         return [Row(cases[0], UNABLE, UNABLE), *(Row(case, others, others) for case in cases[1:])]
@@ -255,24 +255,24 @@ def test_cases_that_could_not_run_have_their_own_status(
     measured(monkeypatch, RIGHT, RIGHT)
     monkeypatch.setattr(runner, "measure", rows)
     assert main(["linear-bf16", "plain-grad"]) == status
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert "could not run: ImportError: no such recipe" in captured.out
     assert "te-graph-fixes: linear-bf16: could not run: ImportError: no such recipe" in captured.err.splitlines()
 
 
-def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_no_infinity(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     measured(monkeypatch, Outcome("measured", float("inf"), measures={"errors": {"wgrads": [float("nan")]}}), RIGHT)
     assert main(["--json", "linear-bf16"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
     assert found["ok"] is True
     assert found["cases"][0]["without"]["error"] == "inf"
     assert found["cases"][0]["verdict"] == "fixed"
 
 
-def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "no_gpu", lambda: "there is no NVIDIA driver (libcuda.so.1)")
     assert main([]) == 2
-    assert capsys.readouterr().err == "te-graph-fixes: `verify` needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
+    assert capfd.readouterr().err == "te-graph-fixes: `verify` needs a GPU: there is no NVIDIA driver (libcuda.so.1)\n"
 
 
 def test_the_parent_imports_neither_torch_nor_te() -> None:
@@ -290,13 +290,13 @@ def test_the_users_choice_of_fixes_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert runner.environment("with")["TE_GRAPH_FIXES"] == "on"
 
 
-def test_progress_says_what_was_measured_and_how_much_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_says_what_was_measured_and_how_much_there_is(capfd: pytest.CaptureFixture[str]) -> None:
     answer = {"case": "", "last": False, "outcome": "measured", "error": 0.0, "applied": [], "seconds": 0.0}
     child = f"import sys\nfor line in sys.stdin: print({json.dumps(json.dumps(answer))}, flush=True)"
     cases = list(CASES.values())[:3]
     rows = runner.measure(cases, workers=4, command=[sys.executable, "-c", child])
     assert all(row.ok for row in rows)
-    first, *results = capsys.readouterr().err.splitlines()
+    first, *results = capfd.readouterr().err.splitlines()
     assert first == "6 runs of 3 cases in 4 processes. Importing TransformerEngine takes a while."
     assert sorted(line.split("]")[0] for line in results) == [f"[{number}/6" for number in range(1, 7)]
     assert all(re.fullmatch(r"\[\d/6\] \S+, with(out)? the fixes: 0", line) for line in results)
