@@ -41,9 +41,7 @@ ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
     "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
     "export PYTHONPATH=$PWD PATH=$PWD/.tox/te212/bin:$PATH": SETS_UP,
-    'python -m tools.choices_of_fixes "only calibration-recipe"': (
-        "tests/fixes/test_choices_of_fixes_on_the_simulator.py"
-    ),
+    'python -m tools.selections "only calibration-recipe"': ("tests/fixes/test_selections_on_the_simulator.py"),
     "TE_GRAPH_FIXES=off python -m tests.simulator -m tests.verify.child calibration": ("tests/verify/test_verify.py"),
     "TE_GRAPH_FIXES_DISABLE=calibration-recipe python -m tests.simulator -m tests.verify.child calibration": (
         "tests/verify/test_verify.py"

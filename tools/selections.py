@@ -1,15 +1,15 @@
-"""Test on the simulator whether a choice of fixes is ever worse than TransformerEngine (TE) without fixes.
+"""Test on the simulator whether a selection of fixes is ever worse than TransformerEngine (TE) without fixes.
 
-    python -m tools.choices_of_fixes [CHOICE ...]
+    python -m tools.selections [SELECTION ...]
 
-If a choice is worse, one of its fixes must ``require`` a fix that the choice lacks. A choice is ``without FIX`` (all
-fixes except this fix and the fixes that require it), ``only FIX`` (this fix and the fixes that it requires) or
-``upstream``. By default, all choices run, for the fixes that the installed TE needs. Each case of `verify` runs without
-fixes and with the choice. A line of JSON for each choice lists the cases with a wrong result, and the cases with a
-worse result than without fixes. The exit status is 1 if a result is worse. ``--cases`` selects cases, or the cases of
-fixes. ``--workers`` is the number of choices that run at a time.
+If a selection is worse, one of its fixes must ``require`` a fix that the selection lacks. A selection is ``without
+FIX`` (all fixes except this fix and the fixes that require it), ``only FIX`` (this fix and the fixes that it requires)
+or ``upstream``. By default, all selections run, for the fixes that the installed TE needs. Each case of `verify` runs
+without fixes and with the selection. A line of JSON for each selection lists the cases with a wrong result, and the
+cases with a worse result than without fixes. The exit status is 1 if a result is worse. ``--cases`` selects cases, or
+the cases of fixes. ``--workers`` is the number of selections that run at a time.
 
-TE is imported once. Each choice runs in a fork of that process, and each case in a fork of the choice's process.
+TE is imported once. Each selection runs in a fork of that process, and each case in a fork of the selection's process.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ GARBAGE = 15.0
 OF_OTHERS = ("checkpoints-of-a-chunk",)
 """Cases in which, without `param-grad-lifetime`, other graphs have overwritten the gradients."""
 ALIKE = 1.01
-"""A choice is worse if its error is more than this factor times the error without fixes."""
+"""A selection is worse if its error is more than this factor times the error without fixes."""
 
 
-def choices() -> list[str]:
-    """List all choices for the installed TE."""
+def selections() -> list[str]:
+    """List all selections for the installed TE."""
     needed = [fix_id for fix_id, verdict in assess(Source.installed()).items() if verdict.verdict == Verdict.APPLICABLE]
     return ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in needed)]
 
 
-def variables(choice: str) -> dict[str, str]:
-    """Return the environment variables that select a choice, or no fixes for ``off``."""
-    word, _, fix_id = choice.partition(" ")
+def variables(selection: str) -> dict[str, str]:
+    """Return the environment variables that select a selection, or no fixes for ``off``."""
+    word, _, fix_id = selection.partition(" ")
     return {SWITCH: "on", DISABLE: fix_id} if word == "without" else {SWITCH: fix_id or word}
 
 
-def measured(choice: str, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Apply a choice in this process, and measure each case in a fork of it."""
-    os.environ.update(variables(choice))
+def measured(selection: str, cases: Sequence[Case]) -> dict[str, Outcome]:
+    """Apply a selection in this process, and measure each case in a fork of it."""
+    os.environ.update(variables(selection))
     te_graph_fixes.activate()
     return {case.name: _in_a_fork(case) for case in cases}
 
@@ -100,12 +100,12 @@ def _rank(outcome: Outcome) -> int:
     return 0 if outcome.correct else 2 if outcome.outcome == "measured" else 1
 
 
-def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
-    """Measure the cases with a choice, and compare the outcomes with those without fixes (``alone``)."""
-    found = measured(choice, cases)
+def compared(selection: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> dict[str, Any]:
+    """Measure the cases with a selection, and compare the outcomes with those without fixes (``alone``)."""
+    found = measured(selection, cases)
     bad = [case.name for case in cases if worse(case, found[case.name], alone[case.name])]
     return {
-        "choice": choice,
+        "selection": selection,
         "applied": len(next(iter(found.values())).applied),
         "wrong": {name: each.text for name, each in found.items() if not each.correct},
         "worse": {name: f"{alone[name].text} -> {found[name].text}" for name in bad},
@@ -114,7 +114,7 @@ def compared(choice: str, cases: Sequence[Case], alone: dict[str, Outcome]) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("choices", nargs="*", metavar="CHOICE")
+    parser.add_argument("selections", nargs="*", metavar="SELECTION")
     parser.add_argument("--cases", nargs="*", default=[], metavar="CASE")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
@@ -123,12 +123,12 @@ def main() -> None:
     install()
     importlib.import_module("tests.verify.programs")
     gc.freeze()  # garbage collection in the forks ignores the objects of this process
-    chosen, any_worse = options.choices or choices(), False
+    chosen, any_worse = options.selections or selections(), False
     with multiprocessing.get_context("fork").Pool(options.workers, maxtasksperchild=1) as pool:
         each = pool.map(functools.partial(measured, "off"), ([case] for case in select(options.cases)), chunksize=1)
         alone = {name: found for part in each for name, found in part.items() if found.outcome != "skipped"}
         wrong = {name: found.text for name, found in alone.items() if found.wrong}
-        print(json.dumps({"choice": "off", "cases": len(alone), "wrong": wrong}), flush=True)
+        print(json.dumps({"selection": "off", "cases": len(alone), "wrong": wrong}), flush=True)
         cases = [case for case in select(options.cases) if case.name in alone]
         for line in pool.imap_unordered(functools.partial(compared, cases=cases, alone=alone), chosen):
             print(json.dumps(line), flush=True)

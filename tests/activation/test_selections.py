@@ -1,6 +1,6 @@
 """Test that a selected fix adds the fixes that it requires, and that disabling a fix disables those that require it.
 
-`tools.choices_of_fixes` measures which fixes need another one.
+`tools.selections` measures which fixes need another one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def test_a_fix_brings_the_fixes_that_it_requires(version: str) -> None:
         assert found.added == dict.fromkeys(sorted(found.to_apply.keys() - {fix_id}), fix_id)
 
 
-def test_no_choice_of_fixes_is_an_error() -> None:
-    """A fix may also be named while a required fix is disabled. This is the user's choice, also in strict mode."""
+def test_no_selection_of_fixes_is_an_error() -> None:
+    """A fix may also be named while a required fix is disabled. This is the user's selection, also in strict mode."""
     for fix_id in CATALOGUE:
         for required in CATALOGUE[fix_id].requires:
             found = decision("2.12.0", **{SWITCH: fix_id, DISABLE: required})

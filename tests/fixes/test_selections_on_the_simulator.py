@@ -1,6 +1,6 @@
-"""Test that no choice of fixes is worse than TransformerEngine alone, with cases in which one was.
+"""Test that no selection of fixes is worse than TransformerEngine alone, with cases in which one was.
 
-All cases with all choices take half an hour of one core for each TransformerEngine.
+All cases with all selections take half an hour of one core for each TransformerEngine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WORSE = {
 }
 
 
-@pytest.mark.parametrize("choice", WORSE)
-def test_what_was_worse_is_not(choice: str) -> None:
-    done = on_simulator("-m", "tools.choices_of_fixes", choice, "--cases", *WORSE[choice], imported=())
+@pytest.mark.parametrize("selection", WORSE)
+def test_what_was_worse_is_not(selection: str) -> None:
+    done = on_simulator("-m", "tools.selections", selection, "--cases", *WORSE[selection], imported=())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_no_choice_is_worse() -> None:
-    done = python("-m", "tools.choices_of_fixes", "--workers", "2", timeout=7200)
+def test_no_selection_is_worse() -> None:
+    done = python("-m", "tools.selections", "--workers", "2", timeout=7200)
     assert done.returncode == 0, done.stdout + done.stderr
