@@ -40,9 +40,14 @@ def tried_te(request: pytest.FixtureRequest) -> published.TE:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     """Run a command in this process."""
-    return lambda *arguments: (main([*map(str, arguments)]), *capsys.readouterr())
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        capfd.readouterr()  # the output of earlier child processes
+        return main([*map(str, arguments)]), *capfd.readouterr()
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,6 +30,7 @@ from ..decision import read
 from ..fix import Fix
 from ..fixes import CATALOGUE
 from ..patching.source import Source
+from ..ranks import rank
 from ..status import Status, Verdict
 from ..text import print_stderr
 from . import EXIT_MISMATCH, Options
@@ -52,8 +53,8 @@ _numbers = itertools.count()  # the same on all ranks
 
 
 def print_line(text: str) -> None:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", "0"))
-    print_stderr(f"te-graph-fixes check: rank {rank}, {text}")
+    number = torch.distributed.get_rank() if torch.distributed.is_initialized() else rank() or "0"
+    print_stderr(f"te-graph-fixes check: rank {number}, {text}")
 
 
 class Check:

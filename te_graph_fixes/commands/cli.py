@@ -26,7 +26,7 @@ from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
 from ..settings import DISABLE, Settings, fix_ids, unknown_variables
 from ..status import Status, Verdict
-from ..text import by_reason, te_name
+from ..text import by_reason, print_stderr, te_name
 from ..version import __version__
 from . import NOT_USABLE, bake, texts
 from .bake import BakeError
@@ -60,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _note(message: object) -> None:
-    _print("stderr", f"te-graph-fixes: {message}")
+    print_stderr(f"te-graph-fixes: {message}")
 
 
-def _print(stream: str, text: str) -> None:
-    """Print to ``stdout`` or ``stderr``. Ignore a full or closed output: the exit status contains the result."""
+def _print_result(text: str) -> None:
+    """Print on standard output. Ignore a full or closed output: the exit status contains the result."""
     try:
-        if getattr(sys, stream):
-            print(text, file=getattr(sys, stream), flush=True)
+        if sys.stdout:
+            print(text, flush=True)
     except OSError:
-        setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115 - Python flushes the stream again when it exits
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes the stream again when it exits
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -150,14 +150,14 @@ def _bake(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _note("Interrupted. To see which fixes are baked, run `te-graph-fixes status`.")
         return 128 + signal.SIGINT
-    _print("stdout", done)
+    _print_result(done)
     return 0
 
 
 def _check_bake(decision: Decision, where: str) -> int:
     is_missing = bool(decision.to_apply or decision.cannot_apply or decision.is_outdated)
     advice = f"\nNot all needed fixes are baked. Run:\n  te-graph-fixes bake{where}" if is_missing else ""
-    _print("stdout", texts.summary_line(decision) + advice)
+    _print_result(texts.summary_line(decision) + advice)
     return int(is_missing)
 
 
@@ -217,7 +217,7 @@ def _overlay(decision: Decision, folder: Path) -> None:
         raise BakeError(f"{folder} is not empty. Name another folder.")
     root, files = Path(decision.source.location).parent, bake.baked_files(decision)
     bake.write_files(folder, root, files)
-    _print("stdout", "\n".join(f"{folder}/{path} {root}/{path}" for path in files))
+    _print_result("\n".join(f"{folder}/{path} {root}/{path}" for path in files))
     _note(f"Overlay with {len(decision.to_apply)} fixes written. Mount each file, read-only, at the second path.")
 
 

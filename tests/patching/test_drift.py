@@ -26,6 +26,7 @@ from te_graph_fixes.patching.installation import FunctionPatch, compile_patches,
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.status import Verdict
+from tests.support.child import Cli
 from tests.support.published import VERSIONS, copy_of, examined, needed, source
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
@@ -81,14 +82,13 @@ def test_verdicts(version: str) -> None:
     assert compiled(examined(version)[0], needed(version)) or not needed(version)
 
 
-def test_te_before_the_oldest_that_is_tested_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_te_before_the_oldest_that_is_tested_is_left_alone(cli: Cli) -> None:
     tree = examined("2.9.0")[0]
-    assert main(["status", "--source", tree.location]) == 1
     reason = "version 2.9.0 is too old (2.10 is the oldest tested)"
-    assert capsys.readouterr().out.count(reason) == 1
-    assert main(["diff", "--source", tree.location]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count(reason)) == ("", 1)
+    status, out, _ = cli("status", "--source", tree.location)
+    assert (status, out.count(reason)) == (1, 1)
+    status, out, err = cli("diff", "--source", tree.location)
+    assert (status, out, err.count(reason)) == (1, "", 1)
 
 
 @pytest.mark.parametrize("version", [None, "unknown", "2.10.0rc1", "2.10.0.dev0+abc"])
