@@ -1,4 +1,4 @@
-"""The steps of a replay on the simulator: a refused replay leaves no trace, and a graph is refused after its reset."""
+"""Replays that are refused on the simulator: for their recipe, before a mark is set, and after a reset."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from tests.support.child import run_program
 pytestmark = pytest.mark.te
 
 PROGRAM = """
-from transformer_engine.pytorch import _te_replay
-
-refused = None
-add = _te_replay.Replay.add
-
-def add_refusable(replay, phase, name, step):
-    def check(*arguments):
-        if refused == (phase, name):
-            raise RuntimeError("refused")
-        return step(*arguments)
-    checks.add((phase, name)) if phase.endswith("check") else None
-    add(replay, phase, name, check if phase.endswith("check") else step)
-
-checks = set()
-_te_replay.Replay.add = add_refusable
-
 def refusal(call):
     try:
         call()
