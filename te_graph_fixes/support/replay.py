@@ -18,7 +18,9 @@ backward prepare  next                                                          
                   then the prepared state is returned, also after an error
 backward deliver  after that                                                          ctx, gradients -> gradients
 wgrad check       at the start of `backward_dw`                                       none
+wgrad prepare     next                                                                None
                   then TE replays the wgrad
+                  then the prepared state is returned, also after an error
 wgrad deliver     after that, before TE runs the hooks of gradients                   none
 ================  ==================================================================  ==============================
 
@@ -50,13 +52,15 @@ ORDER: dict[str, tuple[str, ...]] = {
         "skip flag",
         "flags of modules",
         "cached weights",
+        "generators",
     ),
     "forward record": ("outputs without gradients", "first module", "order of replays"),
     "forward deliver": ("updates of scales", "copies"),
     "backward check": ("captured", "first microbatch", "contract", "recipe states"),
-    "backward prepare": ("skip flag", "updates of scales"),
+    "backward prepare": ("skip flag", "updates of scales", "generators"),
     "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
     "wgrad check": ("contract",),
+    "wgrad prepare": ("generators",),
     "wgrad deliver": ("order of replays", "gradients"),
 }
 """The steps of each phase. A disabled fix adds none."""
@@ -161,7 +165,7 @@ class Replay:
     def wgrad(self, replay: Callable[[], None]) -> None:
         """Replay the wgrad."""
         self._run("wgrad check")
-        replay()
+        self._replay("wgrad prepare", None, replay)
         self._run("wgrad deliver")
 
     def reset(self) -> None:

@@ -176,12 +176,12 @@ def code(tree: Path, names: Iterable[str]) -> list[Any]:
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A TE with one bug, whose fix changes one module and adds one. Its bytecode is used without a look at its text."""
     compileall.compile_dir(copy(tmp_path), quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    monkeypatch.setattr(decision, "CATALOGUE", {"rng-states-at-replay": CATALOGUE["rng-states-at-replay"]})
+    monkeypatch.setattr(decision, "CATALOGUE", {"parameter-hooks": CATALOGUE["parameter-hooks"]})
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
 
-SMALL = ["transformer_engine/pytorch/_te_rng_states_at_replay.py", GRAPH]
+SMALL = ["transformer_engine/pytorch/_te_parameter_hooks.py", GRAPH]
 
 
 def test_killed_at_any_write(small: Path, cli: Cli) -> None:
