@@ -23,13 +23,13 @@ class FirstModule:
         if self._used.has_first_module:
             replay.add("forward record", "first module", self.take)
 
-    def lend(self, _call: Any) -> Callable[[], None]:
-        """Set the flag for TE's replay. Return a function that restores it."""
+    def lend(self, _call: Any) -> Callable[[], None] | None:
+        """Set the flag for TE's replay. Return a function that restores it, or None if it stays as it is."""
         was_first = is_first_module()
-        if not autocast_depth():
-            set_first_module(self._used.has_own_backward)
-        elif not self._used.takes_first_module:
-            set_first_module(False)
+        is_taken = self._used.takes_first_module and was_first if autocast_depth() else self._used.has_own_backward
+        if not (is_taken or was_first):
+            return None
+        set_first_module(is_taken)
         return partial(set_first_module, was_first)
 
     def take(self, ctx: Any, _outputs: Any) -> None:

@@ -23,6 +23,10 @@ from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 KEYS = ("scaling_fwd", "scaling_bwd")
+_HAS_STATE = hasattr(FP8GlobalStateManager, "quantization_state")  # from TE 2.15 on
+_DEPTH, _FIRST_MODULE = (
+    ("autocast_depth", "is_first_fp8_module") if _HAS_STATE else ("AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE")
+)
 _POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED_INSIDE = (
     "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
@@ -409,21 +413,22 @@ def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
 
 def autocast_depth() -> int:
     """Return the number of autocasts around the current code."""
-    state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
-    return state.autocast_depth if hasattr(state, "autocast_depth") else state.AUTOCAST_DEPTH  # type: ignore[no-any-return]
+    return getattr(_state(), _DEPTH)  # type: ignore[no-any-return]
 
 
 def is_first_module() -> bool:
     """Return the flag of the first FP8 module: whether no module of the current autocast has taken it."""
-    return FP8GlobalStateManager.get_autocast_state()[-2]  # type: ignore[no-any-return]
+    return getattr(_state(), _FIRST_MODULE)  # type: ignore[no-any-return]
 
 
 def set_first_module(is_first: bool) -> None:
     """Set the flag of the first FP8 module."""
-    *state, _, is_capturing = FP8GlobalStateManager.get_autocast_state()
-    FP8GlobalStateManager.set_autocast_state((*state, is_first, is_capturing))
+    setattr(_state(), _FIRST_MODULE, is_first)
 
 
 def _copies_for_recomputations() -> list[Any]:
-    state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
-    return state.fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
+    return _state().fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
+
+
+def _state() -> Any:
+    return FP8GlobalStateManager.quantization_state if _HAS_STATE else FP8GlobalStateManager

@@ -27,6 +27,10 @@ wgrad deliver     after that, before TE runs the hooks of gradients             
 Only a check may refuse a replay. It raises an error, and changes nothing: a refused replay leaves all state as it was.
 A step that prepares a replay may borrow state from eager modules. It then returns a function that returns this state.
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
+
+Some fixes edit TE's own code between these phases: the condition for filling the skip flag (`stale-fp8-weights`), the
+list of outputs (`none-outputs`), the copies of parameter gradients (`param-grad-lifetime`, `fused-dummy-copies`), and
+the hooks after `backward_dw` (`backward-dw-hooks`, `wgrad-hook-order`).
 """
 
 from __future__ import annotations
@@ -43,14 +47,14 @@ ORDER: dict[str, tuple[str, ...]] = {
     "forward check": ("arguments", "first microbatch", "recipe", "own autocasts", "contract", "copied states"),
     "forward prepare": (
         "leaves",
-        "recipe states",
+        "recipe states",  # before the registrations of these states, and before weights are quantized with them
         "registration by TE",
-        "registration",
-        "copied states",
+        "registration",  # after TE's, which does not know that attention has a recipe of its own
+        "copied states",  # after the registrations, because a recomputation exchanges the values of these states
         "first module",
         "transposes",
         "skip flag",
-        "flags of modules",
+        "flags of modules",  # before "cached weights", because the flags decide whether the graph reuses its weights
         "cached weights",
         "generators",
     ),
@@ -58,12 +62,20 @@ ORDER: dict[str, tuple[str, ...]] = {
     "forward deliver": ("updates of scales", "copies"),
     "backward check": ("captured", "first microbatch", "contract", "recipe states"),
     "backward prepare": ("skip flag", "updates of scales", "generators"),
-    "backward deliver": ("order of replays", "updates of scales", "marks", "copies"),
+    "backward deliver": (
+        "order of replays",  # before "copies", because it determines which gradients are copied
+        "updates of scales",
+        "marks",
+        "copies",
+    ),
     "wgrad check": ("contract",),
     "wgrad prepare": ("generators",),
     "wgrad deliver": ("order of replays", "gradients"),
 }
-"""The steps of each phase. A disabled fix adds none."""
+"""The steps of each phase. A disabled fix adds none.
+
+The comments name each order that is necessary. The order of all other steps does not change a result.
+"""
 
 
 @dataclass(slots=True)
