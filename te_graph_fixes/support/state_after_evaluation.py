@@ -154,7 +154,10 @@ class _State:
         copy = object.__new__(type(module))
         new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
         vars(copy).update(vars(module) | new)
+        registered, before = _manager().autocast_arguments, {*_manager().autocast_arguments}
         copy.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
+        for key in registered.keys() - before:
+            del registered[key]
         return copy.fp8_meta[STATES[self._mode]]
 
     def take_over(self) -> None:
@@ -182,7 +185,7 @@ class _State:
         After a forward in another recipe, TE still updates the old state of a module, and never the new state. To match
         eager training, a replay must then not update the state of the graph either.
         """
-        buffers: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+        buffers = _manager()
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):
                 if scale is state.scale:
@@ -207,6 +210,10 @@ def _equals(recipe: Any, compared: list[Any]) -> bool:
     if is_equal:
         compared.append(recipe)
     return is_equal
+
+
+def _manager() -> Any:
+    return getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
 
 
 def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:

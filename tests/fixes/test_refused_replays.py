@@ -56,7 +56,7 @@ class Layer(torch.nn.Module):
             mark = self.is_first_microbatch
             self.is_first_microbatch = self.kind == "kept mark"
         x = torch.nn.functional.dropout(self.first(x, is_first_microbatch=mark), 0.1)
-        if self.kind == "cached":
+        if self.kind in ("cached", "kept mark"):
             return te.checkpoint(self.second, x, is_first_microbatch=mark)
         return self.second(x, is_first_microbatch=mark)
 

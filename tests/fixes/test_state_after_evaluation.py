@@ -74,6 +74,27 @@ for _ in range(3):
 print(len(calls))
 """
 
+ATTENTION = """
+from tests.support.snapshot import changes, snapshot
+
+def inputs():
+    return tuple(random(32, 2, 4, 16) for _ in range(3))
+
+layer = te.DotProductAttention(4, 16, attention_dropout=0.0)
+delayed, current = DelayedScaling(amax_history_len=4, fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True)
+run = te.make_graphed_callables(layer, inputs(), enabled=True, recipe=delayed)
+with te.autocast(enabled=True, recipe=delayed):
+    run(*inputs()).sum().backward()
+with te.autocast(enabled=True, recipe=current):
+    before = snapshot(layer, Manager)
+    try:
+        run(*inputs())
+    except RuntimeError as error:
+        print(error)
+    print(changes(before, snapshot(layer, Manager)))
+"""
+EMULATED = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}
+
 
 def test_a_graph_resumes_the_states_that_its_forward_used() -> None:
     """The layer also runs in bf16, other modules run only eagerly, and each step has a recipe object of its own."""
@@ -82,3 +103,11 @@ def test_a_graph_resumes_the_states_that_its_forward_used() -> None:
 
 def test_an_equal_recipe_object_initializes_no_module() -> None:
     assert run_program(NEW_OBJECTS, TE_GRAPH_FIXES="on").splitlines()[-1] == "0"
+
+
+def test_attention_in_another_recipe_is_refused_before_its_state_changes() -> None:
+    """In current scaling, attention has a history of its own length."""
+    error, changed = run_program(ATTENTION, NVTE_MASKED_SOFTMAX_FUSION="0", **EMULATED).splitlines()[-2:]
+    assert "captured with a DelayedScalingRecipeState of 4 entries" in error
+    assert "replayed with a DelayedScalingRecipeState of 1 entries" in error
+    assert changed == "[]"
