@@ -13,7 +13,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
@@ -35,6 +34,7 @@ from .scripts import as_python, script
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
     r"returns a quantized tensor": "an FP8 output of a graph",
+    r"captured with is_first_microbatch=True": "marks that stay True, with fused wgrads of several microbatches",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
 """Messages of documented refusals: no finding."""
@@ -115,11 +115,9 @@ class Server:
     """Whether programs may break what a capture has fixed, and be refused for it."""
     limit = 120
     """Seconds that one program may take."""
-    pause = 0.0
-    """The longest pause before a replay, in seconds."""
 
-    def __init__(self, switch: str = "on", disable: str = "", without_edit: tuple[str, int] | None = None) -> None:
-        self._setting = switch, disable, without_edit
+    def __init__(self, switch: str = "on", disable: str = "") -> None:
+        self._setting = switch, disable
         self._start()
 
     def _start(self) -> None:
@@ -147,8 +145,6 @@ class Server:
         signal.alarm(Server.limit)
         try:
             activate(*self._setting)
-            if Server.pause:
-                pause_before_replays(Server.pause)
             gc.collect()
             gc.freeze()  # garbage collections in the programs skip existing objects
             answer(None)
@@ -212,13 +208,9 @@ class Server:
         self._answers.close()
 
 
-def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) -> None:
+def activate(switch: str, disable: str) -> None:
     """Apply the fixes in this process, and import TE."""
-    from tests.support.single_edits import leave_out
-
     if switch != "off":
-        if without_edit:
-            leave_out(*without_edit)
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
         te_graph_fixes.activate()
@@ -229,19 +221,6 @@ def activate(switch: str, disable: str, without_edit: tuple[str, int] | None) ->
     for fix_id, fix in te_graph_fixes.report().fixes.items():
         if fix.status in ("failed", "unrecognized"):
             raise ValueError(f"{fix_id}: {fix.status}: {fix.reason}")
-
-
-def pause_before_replays(longest: float) -> None:
-    """Let each replay wait for a random time, which differs in each run. This must not change a verdict."""
-    import torch
-
-    replay, chance = torch.cuda.CUDAGraph.replay, random.SystemRandom()
-
-    def replay_later(graph: Any) -> None:
-        time.sleep(chance.uniform(0, longest))
-        replay(graph)
-
-    torch.cuda.CUDAGraph.replay = replay_later
 
 
 def has_gpu() -> bool:
@@ -369,10 +348,12 @@ def compare(options: argparse.Namespace) -> int:
     in_jobs(options, options.programs, work)
     lines = noted(options.results)[1:]
     total = {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines)}
-    raising = ("raises", "crash")
+    raising = [line for line in lines if line["with the fixes"] in ("raises", "crash")]
+    refusals = "|".join(REFUSED)
     seeds = {
-        "raises where TE alone is right": [
-            line["seed"] for line in lines if line["verdict"] == "equal" and line["with the fixes"] in raising
+        "raises where TE alone is right": [line["seed"] for line in raising if line["verdict"] == "equal"],
+        "raises an error that is not documented": [
+            line["seed"] for line in raising if not re.search(refusals, line["why"])
         ],
         "silently wrong": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
     }
@@ -385,41 +366,29 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def search(options: argparse.Namespace) -> int:
-    """Return how many programs it takes to find each defect of the catalogue, or each edit of a fix that is left out.
+    """Write how many programs it takes to find the bug of each fix.
 
     Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
-    program finds a defect if its fix alone is left out and the graph differs, and does not where only the fixes that
+    program finds a bug if its fix alone is left out and the graph differs, and does not where only the fixes that
     require that fix are left out, or none. What the results hold is not looked for again.
     """
     from te_graph_fixes.fixes import CATALOGUE
     from te_graph_fixes.patching.source import Source
 
-    verdicts = {fix_id: fix.assess(Source.installed()) for fix_id, fix in CATALOGUE.items()}
-    needed = {fix_id: verdict for fix_id, verdict in verdicts.items() if verdict.verdict == "applicable"}
     first, *lines = noted(options.equal)
     if first != options.where:
         raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")
     equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
-    targets: list[dict[str, Any]] = [{"fix": fix_id} for fix_id in needed]
-    if options.breakages:
-        edits = {  # a text that several fixes add is omitted once
-            edit: {"fix": fix_id, "edit": number}
-            for fix_id, verdict in needed.items()
-            for number, edit in enumerate(verdict.edits)
-        }
-        targets = random.Random(options.seed).sample([*edits.values()], min(options.breakages, len(edits)))
-    done = noted(options.results)[1:]
-    targets = [target for target in targets if not any(target.items() <= line.items() for line in done)]
+    done = {line["fix"] for line in noted(options.results)[1:]}
+    needed = [
+        fix_id
+        for fix_id, fix in CATALOGUE.items()
+        if fix.assess(Source.installed()).verdict == "applicable" and fix_id not in done
+    ]
 
-    def look(target: dict[str, Any]) -> dict[str, Any]:
-        fix_id = target["fix"]
-        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires and not options.breakages]
-        try:
-            changed = {"without_edit": (fix_id, target["edit"])} if options.breakages else {"disable": fix_id}
-            servers = [Server(**changed)]
-            servers.append(Server(disable=",".join(others)))
-        except ValueError as error:
-            return {"refused": str(error)}
+    def look(fix_id: str) -> dict[str, Any]:
+        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires]
+        servers = Server(disable=fix_id), Server(disable=",".join(others))
         tried = 0
         try:
             for seed, wanted in equal:
@@ -436,11 +405,11 @@ def search(options: argparse.Namespace) -> int:
 
     def work(numbers: Iterable[int]) -> None:
         for number in numbers:
-            note(options, targets[number] | look(targets[number]))
+            note(options, {"fix": needed[number], **look(needed[number])})
 
-    in_jobs(options, len(targets), work)
+    in_jobs(options, len(needed), work)
     lines = noted(options.results)[1:]
-    print(json.dumps({"tried": len(lines), "found": sum("programs" in line or "refused" in line for line in lines)}))
+    print(json.dumps({"tried": len(lines), "found": sum("programs" in line for line in lines)}))
     return 0
 
 
@@ -461,11 +430,9 @@ def main() -> int:
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
-    parser.add_argument("--pause", type=float, default=0.0, help="wait before each replay, at most so many seconds")
     parser.add_argument("--found", action="store_true", help="run the programs that have found something, instead")
-    parser.add_argument("--equal", help="for the next two: results with all fixes, of the same TE and device")
+    parser.add_argument("--equal", help="for --defects: results with all fixes, of the same TE and device")
     parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
-    parser.add_argument("--breakages", type=int, metavar="N", help="leave single edits of fixes out, N at random")
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
@@ -479,7 +446,7 @@ def main() -> int:
         simulator.install()
         import transformer_engine.pytorch  # noqa: F401
     Server.forks = options.ranks = simulated and not options.no_fork
-    Server.limit, Server.broken, Server.pause = options.limit, options.broken, options.pause
+    Server.limit, Server.broken = options.limit, options.broken
     with contextlib.ExitStack() as stack:
         if not options.results:
             options.results = stack.enter_context(tempfile.NamedTemporaryFile(suffix=".jsonl")).name
@@ -487,7 +454,7 @@ def main() -> int:
             note(options, options.where, say=False)
         if options.regressions:
             return compare(options)
-        return (search if options.defects or options.breakages else find)(options)
+        return (search if options.defects else find)(options)
 
 
 if __name__ == "__main__":

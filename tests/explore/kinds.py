@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
-from tests.verify.driver.events import Failing, failed_capture, misusing, recapture
+from tests.verify.driver.events import Failing, failed_capture, recapture, refused
 from tests.verify.driver.graphs import arguments, fused
 from tests.verify.driver.modules import Block, linear, module, operation, torch_linear
 from tests.verify.driver.setting import (
@@ -114,33 +114,42 @@ class Teacher(Block):
 
 
 @module
-class Offset(Block):
-    """Returns a bias, which eager code adds, as with ``return_bias``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.full((hidden(),), 0.5, dtype=torch.bfloat16, device="cuda"))
+class Router(Block):
+    """Returns whole numbers, from which eager code makes the input of the next layer."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), self.bias
+        return (super().forward(x).argmax(-1, keepdim=True),)
 
-    def finish(self, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(out + bias) * bias
+    def finish(self, chosen: torch.Tensor) -> torch.Tensor:
+        return (chosen / hidden()).to(torch.bfloat16).expand(-1, hidden())
 
 
 @module
-class Buffered(Block):
-    """Returns a buffer, which eager code multiplies with."""
+class Listed(Block):
+    """Runs a frozen projection that is in a list, so it is no submodule."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.full((hidden(),), 1.5, dtype=torch.bfloat16, device="cuda"))
+        self.frozen = [linear().requires_grad_(False)]
 
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), self.scale
+        return super().forward(self.frozen[0](x))
 
-    def finish(self, out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return out * scale
+
+@module
+class Returning(Block):
+    """Returns a bias, as with ``return_bias``, a buffer and its input, which eager code uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(sample()[0] / 2)
+        self.register_buffer("scale", sample()[0] * 1.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.bias, self.scale, x
+
+    def finish(self, out: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(out + bias) * bias * scale * torch.tanh(x)
 
 
 @module
@@ -175,6 +184,15 @@ def patched() -> Any:
     """Return a block with another forward on the instance, as set by adapter libraries."""
     block = Block()
     block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
+    return block
+
+
+@module
+def patched_inside() -> Any:
+    """Return a block with another forward on its first projection, which calls the one before."""
+    block = Block()
+    before = block.first.forward
+    block.first.forward = lambda x, **options: torch.tanh(before(2 * x, **options))
     return block
 
 
@@ -325,13 +343,37 @@ def nested_in_two_precisions(t: Training) -> None:
         if t.graphed:
             samples = (sample().requires_grad_(),), (sample().requires_grad_(),)
             t.graph((block.first, block), samples, enabled=enabled)
+        marks = {"is_first_microbatch": True} if program.weights == "cached" and t.graphed else {}
         for call, in_fp8 in zip((block, block.first), reversed(enabled), strict=True):
+            t.mark_first(block)
             x = random().requires_grad_()
             with autocast(t.recipe if in_fp8 else "bf16"):
-                out = call(x)
+                out = call(x, **marks)
             out.backward(torch.randn_like(out))
             t.see("outputs of another", out)
             t.see("dgrads of another", x.grad)
+
+
+class Angles(torch.nn.Module):
+    """Computes factors without gradients and parameters, as rotary embeddings do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cos(x), torch.sin(x)
+
+
+@event
+def several_calls_with_one_input(t: Training) -> None:
+    """Call a graph several times with the same tensor, and run one backward that reads all outputs."""
+    angles, positions = Angles(), random()
+    if t.graphed:
+        t.graph(angles, (sample(),), enabled=False, cache_quantized_params=False)
+    x = random().requires_grad_()
+    out = x
+    for layer in (linear(), linear()):
+        cos, sin = angles(positions)
+        out = layer(out) * cos + out * sin
+    out.backward(torch.randn_like(out))
+    t.see("dgrads of another", x.grad)
 
 
 class Lengths:
@@ -341,7 +383,13 @@ class Lengths:
         self.lengths = torch.arange(len(x), device="cuda")
 
 
-misuse_object = misusing("misuse_object", lambda call, x, marks: call(x, packed=Lengths(x), **marks))
+HOLDERS: tuple[Any, ...] = (Lengths, lambda x: [x], lambda x: {"lengths": x}, lambda x: types.SimpleNamespace(x=x))
+
+
+@event
+def misuse_object(t: Training) -> None:
+    for holder in HOLDERS:
+        refused(t, lambda call, x, marks, holder=holder: call(x, packed=holder(x), **marks))
 
 
 @event

@@ -26,7 +26,9 @@ OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
 RARE_MODULES = ("Adapted", "Routed", "normed", "Wide", "Counting")
-ORDINARY_MODULES = ("Teacher", "Offset", "Buffered", "Detached", "TwoPrecisions", "patched", "Masked")
+ORDINARY_MODULES = (
+    *("Teacher", "Router", "Returning", "Detached", "TwoPrecisions", "Listed", "patched", "patched_inside", "Masked"),
+)
 """Modules of ordinary programs that TE alone runs right."""
 SILENT_MODULES = ("Fp8Output",)
 """Modules of programs that TE alone runs wrong without an error."""
@@ -41,7 +43,7 @@ EVENTS = (
     "misuse_backward",
 )
 RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
-ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy")
+ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy", "several_calls_with_one_input")
 SILENT_EVENTS = ("infer_in_inference_mode", "failed_capture_in_fp8", "nested_in_two_precisions", "misuse_object")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
@@ -267,7 +269,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
     ),
     "gradients of three uses are summed in another order where two of them are in a graph": lambda p: (
-        not (p.residual or p.in_place) or not {"Adapted", "Routed"} & {*p.modules}
+        not (p.residual or p.in_place) or not {"Adapted", "Routed", "patched", "Returning"} & {*p.modules}
     ),
     "dropout draws in the order of memory, which of a static input is its sample's": lambda p: (
         not p.strided or "dropout" not in p.modules
@@ -296,15 +298,15 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "Counting" not in p.modules or (not p.warmup and not p.checkpoints)
     ),
     "a layer without gradients comes before a layer with gradients": lambda p: (
-        "Teacher" not in p.modules
+        not {"Teacher", "Router"} & {*p.modules}
         or (
-            p.modules[-1] != "Teacher"
+            not {"Teacher", "Router"} & {*p.modules[1:]}
             and not (p.order or p.delay or p.hooks or p.first or p.checkpoints or p.residual or p.in_place)
             and not {"freeze", "unfreeze"} & {*p.events}
         )
     ),
     "what eager code does with outputs is in no evaluation of a tuple": lambda p: (
-        not {"Offset", "Buffered", "Detached"} & {*p.modules} or not (p.inference or p.inside or p.checkpoints)
+        not {"Router", "Returning", "Detached"} & {*p.modules} or not (p.inference or p.inside or p.checkpoints)
     ),
     "each loss has a backward, which replays the graphs of one microbatch": lambda p: (
         "step_of_losses" not in p.events
@@ -433,95 +435,54 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
 """How a field is drawn; others are switched on."""
-COMPANIONS: tuple[tuple[str, ...], ...] = (
-    ("weights", "fused"),
-    ("grouped_linear", "weights", "fused"),
-    ("recipe current", "weights cached", "reset_fp8"),
-    ("weights cached", "evaluate_in_other"),
-    ("weights cached", "infer"),
-    ("weights cached", "infer", "step", "step", "infer"),
-    ("recipe delayed", "switch_recipe", "switch_recipe"),
-    ("OwnAutocast", "linear", "first"),
-    ("Signed", "SignsFirst", "order", "layers_as_chunks", "reuse"),
-    ("ListBlock", "delay", "wgrad_hooks"),
-    ("order", "delay", "fused"),
-    ("together", "delay"),
-    ("delay", "input_grads"),
-    ("linear", "layernorm_linear", "order", "layers_as_chunks", "reuse", "sends"),
-    ("linear", "linear", "order", "layers_as_chunks", "reuse", "input_grads"),
-    ("WithNone", "linear", "order", "reuse"),
-    ("linear", "subclassed", "together"),
-    ("fp8_params", "built_without_grad", "optimizer"),
-    ("Dropped", "tracker", "reseed_tracker"),
-    ("transformer_layer", "tracker", "save", "load"),
-    ("CoreAttention", "fp8_attention", "recipe current"),
-    ("operation", "evaluate_in_bf16", "save"),
-    ("nested_operations", "recipe delayed", "eager_step"),
-    ("nested_operations", "recipe delayed", "infer", "not_captured"),
-    ("Structured", "misuse_keys"),
-    ("recipe delayed", "Recomputed", "first eager"),
-    ("recipe delayed", "Recomputed", "autocasts nested"),
-    ("recipe delayed", "grouped_linear", "first eager", "recapture"),
-    ("recipe current", "linear", "weights own"),
-    ("recipe delayed", "grouped_linear", "weights own"),
+COMPANIONS: tuple[str, ...] = (
+    *("weights, fused", "grouped_linear, weights, fused", "recipe current, weights cached, reset_fp8"),
+    *("weights cached, evaluate_in_other", "weights cached, infer", "weights cached, infer, step, step, infer"),
+    *("recipe delayed, switch_recipe, switch_recipe", "OwnAutocast, linear, first"),
+    *("Signed, SignsFirst, order, layers_as_chunks, reuse", "ListBlock, delay, wgrad_hooks", "order, delay, fused"),
+    *("together, delay", "delay, input_grads", "linear, layernorm_linear, order, layers_as_chunks, reuse, sends"),
+    *("linear, linear, order, layers_as_chunks, reuse, input_grads", "WithNone, linear, order, reuse"),
+    *("linear, subclassed, together", "fp8_params, built_without_grad, optimizer"),
+    *("Dropped, tracker, reseed_tracker", "transformer_layer, tracker, save, load"),
+    *("CoreAttention, fp8_attention, recipe current", "operation, evaluate_in_bf16, save"),
+    *("nested_operations, recipe delayed, eager_step", "nested_operations, recipe delayed, infer, not_captured"),
+    *("Structured, misuse_keys", "recipe delayed, Recomputed, first eager"),
+    *("recipe delayed, Recomputed, autocasts nested", "recipe delayed, grouped_linear, first eager, recapture"),
+    *("recipe current, linear, weights own", "recipe delayed, grouped_linear, weights own"),
 )
 """Modules, events, fields (some with a value) that show something in company only, for half of the programs."""
 
 
-RARE: tuple[tuple[str, ...], ...] = (
-    *(
-        ("Adapted",),
-        ("Adapted", "fp8_params"),
-        ("Adapted", "hooks adds"),
-        ("Routed",),
-        ("Routed", "delay"),
-        ("normed",),
-    ),
-    *(("Wide", "bias"), ("Block", "inside"), ("CoreAttention", "inside"), ("Adapted", "inside"), ("strided",)),
-    *(
-        ("in_place",),
-        ("in_place", "reuse"),
-        ("offload",),
-        ("hooks adds", "late_hooks"),
-        ("module_hooks",),
-        ("same_input",),
-    ),
-    *(("evaluate_average",), ("weights cached", "evaluate_average"), ("interrupted_step",), ("freeze", "unfreeze")),
-    *(
-        ("weights cached", "interrupted_step"),
-        ("layernorm_mlp", "weights marked"),
-        ("Dropped", "tracker", "reseed_tracker"),
-    ),
-    *(("evaluate_in_inference_mode",), ("evaluate_in_inference_mode", "weights cached")),
-    *(("attention", "recipe current", "fp8_attention", "fp8_mha"),),
-    *(("fused", "warmup_hook zeroes"), ("fused", "warmup_hook replaces"), ("warmup 0", "Counting")),
-    *(("Recomputed", "recipe current", "weights marked", "first cached"),),
+RARE: tuple[str, ...] = (
+    *("Adapted", "Adapted, fp8_params", "Adapted, hooks adds", "Routed", "Routed, delay", "normed", "Wide, bias"),
+    *("Block, inside", "CoreAttention, inside", "Adapted, inside", "strided", "in_place", "in_place, reuse"),
+    *("offload", "hooks adds, late_hooks", "module_hooks", "same_input", "evaluate_average"),
+    *("weights cached, evaluate_average", "interrupted_step", "freeze, unfreeze", "weights cached, interrupted_step"),
+    *("layernorm_mlp, weights marked", "Dropped, tracker, reseed_tracker"),
+    *("attention, recipe current, fp8_attention, fp8_mha", "evaluate_in_inference_mode"),
+    *("evaluate_in_inference_mode, weights cached", "warmup 0, Counting", "fused, warmup_hook zeroes"),
+    *("fused, warmup_hook replaces", "Recomputed, recipe current, weights marked, first cached"),
 )
-ORDINARY: tuple[tuple[str, ...], ...] = (
-    *((each,) for each in ORDINARY_MODULES),
-    *(("Offset", "order"), ("Buffered", "order"), ("TwoPrecisions", "recipe delayed"), ("Masked", "order")),
-    *(("patched", "evaluate_copy"), ("evaluate_copy",), ("retain", "step_of_losses")),
-    *(("retain", "together", "step_of_losses"), ("weights set", "fused"), ("weights set", "fused", "order")),
+ORDINARY: tuple[str, ...] = (
+    *ORDINARY_MODULES,
+    *("several_calls_with_one_input", "Returning, order", "Detached, order", "TwoPrecisions, recipe delayed"),
+    *("Masked, order", "patched, evaluate_copy", "evaluate_copy", "retain, step_of_losses"),
+    *("retain, together, step_of_losses", "weights set, fused", "weights set, fused, order"),
 )
-"""Of one in four programs, and drawn last."""
-SILENT: tuple[tuple[str, ...], ...] = (
-    *((each,) for each in SILENT_EVENTS),
-    *(("Fp8Output",), ("weights class",), ("weights class", "fused"), ("weights class", "order")),
-    *(("weights set", "fused"), ("weights cached", "infer_in_inference_mode"), ("fused", "failed_capture_in_fp8")),
+
+SILENT: tuple[str, ...] = (
+    *SILENT_EVENTS,
+    *("Fp8Output", "weights class", "weights class, fused", "weights class, order", "weights set, fused"),
+    *("weights cached, infer_in_inference_mode", "fused, failed_capture_in_fp8"),
 )
-"""Of one in five programs, and drawn last."""
+
 RARE_FIELDS = (
-    "inside",
-    "strided",
-    "in_place",
-    "offload",
-    "late_hooks",
-    "fp8_mha",
-    "same_input",
-    "module_hooks",
+    *("inside", "strided", "in_place", "offload", "late_hooks", "fp8_mha", "same_input", "module_hooks"),
     "warmup_hook",
 )
-"""Of one in seven programs, and drawn last, so that whatever is added here leaves the others as they are."""
+"""Fields of `RARE` only. Groups of the last three are drawn last, so what is added there changes no other program."""
+PLAINER = ("modules", "recipe", "other", "bias", "fused", "weights", "retain", "order")
+"""What is left of a program that a member of a group does not fit."""
 
 
 def broken_rule(program: Program) -> str | None:
@@ -532,7 +493,7 @@ def broken_rule(program: Program) -> str | None:
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     """Return the program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
     r = random.Random(seed)
-    group = r.choice(COMPANIONS) if r.random() < 0.5 else ()
+    group = r.choice(COMPANIONS).split(", ") if r.random() < 0.5 else []
     wanted = dict(each.partition(" ")[::2] for each in group)
     count = r.choice((1, 1, 1, 2, 2, 3, 4))
     families = r.choices((TE_LAYERS, BLOCKS, ATTENTION, OPERATIONS, OTHERS), (5, 4, 1, 1, 1), k=count)
@@ -578,25 +539,24 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
     if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
         program = changed
-    rare = r.choice(RARE) if r.random() < 1 / 7 else ()
-    for name, _, value in (each.partition(" ") for each in rare):
-        program = with_change(r, program, name, value) or program
-    ordinary = r.choice(ORDINARY) if r.random() < 1 / 4 else ()
-    for name, _, value in (each.partition(" ") for each in ordinary):
-        plainer = Program(modules=program.modules, recipe=program.recipe, retain=program.retain, fused=program.fused)
-        changed = with_change(r, program, name, value) or with_change(r, plainer, name, value)
-        program = changed or program
-    silent = r.choice(SILENT) if r.random() < 1 / 5 else ()
-    for name, _, value in (each.partition(" ") for each in silent):
-        plainer = Program(recipe=r.choice(recipes), other=program.other, bias=program.bias)
-        program = with_change(r, program, name, value) or with_change(r, plainer, name, value) or program
+    for groups, chance in ((RARE, 1 / 7), (ORDINARY, 1 / 4), (SILENT, 1 / 5)):
+        group = r.choice(groups).split(", ") if r.random() < chance else []
+        for name, _, value in (each.partition(" ") for each in group):
+            kept = {field: getattr(program, field) for field in PLAINER}
+            plain = Program(recipe=r.choice(recipes), other=program.other, bias=program.bias)
+            for each in (program, Program(**kept), plain):
+                if changed := with_change(r, each, name, value):
+                    program = changed
+                    break
+    if r.random() < 1 / 3:  # TE alone is right about more of these programs
+        program = with_change(r, program, "takes_grads", "") or program
     return program
 
 
 def with_change(r: random.Random, program: Program, name: str, value: str) -> Program | None:
     """Return a program with a module, an event or a field in addition, or None if that breaks a rule."""
     change: dict[str, Any] = {name: int(value) if value.isdigit() else value or True}
-    if name == "Teacher":
+    if name in ("Teacher", "Router"):
         change = {"modules": (name, *program.modules)}
     elif name == "Fp8Output":
         change = {"modules": (name, "linear"), "not_captured": (1,), "recipe": "delayed"}
