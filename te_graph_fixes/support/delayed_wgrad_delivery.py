@@ -42,7 +42,7 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 
     ``returned`` are the parameters whose gradients the dgrad returns. During `backward_dw` their ``.grad`` is not None,
     as in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays
-    run them.
+    run them. Raises RuntimeError in a warmup if wgrads remain.
     """
     parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]
@@ -55,6 +55,13 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
         for parameter, stand_in in zip(parameters, stand_ins, strict=True):
             parameter.grad = stand_in
         module.backward_dw()
+        pending = getattr(getattr(module, "wgrad_store", None), "context", None)
+        if pending and pending.qsize() and not torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(module).__name__} has wgrads that remain after its backward_dw(), because it ran more than "
+                "once in a captured forward. A graph would lose them. Set delay_wgrad_compute=False, or run the "
+                "module once."
+            )
         return [
             DelayedGrad(parameter, parameter.grad, "bias" in name.rpartition(".")[2])
             for (name, parameter), stand_in in zip(module.named_parameters(), stand_ins, strict=True)

@@ -163,3 +163,24 @@ def test_microbatches_share_the_memory_of_one_wgrad() -> None:
     """A capture stores no wgrad per microbatch: six more microbatches need less memory than one weight."""
     two, eight = json.loads(run_program(BYTES))
     assert eight - two < 512 * 512 * 2
+
+
+TWICE = """
+import te_graph_fixes, torch, transformer_engine.pytorch as te
+options = {"delay_wgrad_compute": True, "params_dtype": torch.bfloat16, "device": "cuda"}
+layer = te.Linear(32, 32, **options)
+x = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+for times in (1, 2):
+    try:
+        te.make_graphed_callables(torch.nn.Sequential(*[layer] * times), (x,))(x).sum().backward()
+        print("captured")
+    except RuntimeError as error:
+        print(str(error)[:71])
+"""
+
+
+def test_a_module_with_several_delayed_wgrads_is_refused() -> None:
+    assert run_program(TWICE).splitlines()[-2:] == [
+        "captured",
+        "Linear has wgrads that remain after its backward_dw(), because it ran more than once"[:71],
+    ]
