@@ -325,8 +325,12 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
         )
     ),
-    "TE never updates the scales of a layer in two precisions again after another recipe (docs/limits.md)": lambda p: (
-        "TwoPrecisions" not in p.modules or not {"evaluate_in_other", "switch_recipe"} & {*p.events}
+    "a layer that runs twice, in two precisions, has limits (docs/limits.md), and delays no wgrads": lambda p: (
+        "TwoPrecisions" not in p.modules
+        or not (
+            (p.delay or p.checkpoints or (p.fused and p.weights != "plain"))
+            or {"evaluate_in_other", "switch_recipe"} & {*p.events}
+        )
     ),
     "a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
