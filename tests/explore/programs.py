@@ -332,6 +332,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or {"evaluate_in_other", "switch_recipe"} & {*p.events}
         )
     ),
+    "a graph that caches weights also caches those of a layer that nobody marks": lambda p: (
+        "Listed" not in p.modules or p.weights != "cached"
+    ),
     "a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
     ),
