@@ -362,7 +362,10 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "extra captures in FP8 need FP8 that trains, in a process without ranks": lambda p: (
         not {*SILENT_EVENTS[:3]} & {*p.events}
-        or (p.recipe != "bf16" and not (p.calibrating or p.fp8_params or p.ranks or p.tracker or p.delay))
+        or (
+            "bf16" not in (p.recipe, p.other if "switch_recipe" in p.events else "")
+            and not (p.calibrating or p.fp8_params or p.ranks or p.tracker or p.delay)
+        )
     ),
     "eager training in delayed scaling fails after FP8 in inference mode": lambda p: (
         "infer_in_inference_mode" not in p.events or p.recipe != "delayed"
