@@ -405,7 +405,7 @@ for recipe in (DelayedScaling(), Float8CurrentScaling()):
 @torch.no_grad()
 def evaluate(graphed, recipe):
     torch.manual_seed(1)
-    module = Module(fp8_output)
+    module = Module(fp8_output).eval()
     if graphed:
         te.make_graphed_callables(module, (random(grad=False),), enabled=True, recipe=recipe)
     torch.manual_seed(2)
