@@ -46,7 +46,7 @@ class UsedMembers:
         if code is _LOOKUP:
             module, name = frame.f_locals["self"], frame.f_locals["name"]
             self.lookups[module, name] = id(vars(module).get("_parameters", {}).get(name))
-        elif (runs := code.co_name == "forward") | (reads := _reads_registries(code)):
+        elif (runs := code.co_name == "forward") | (reads := _reads_registries(code) and not _is_for_a_fix(frame)):
             module = frame.f_locals.get(code.co_varnames[0])
             if isinstance(module, torch.nn.Module):
                 if reads:
@@ -81,6 +81,14 @@ def _reads_registries(code: CodeType) -> bool:
     if code in _SETTERS or code.co_filename == _ACCESSOR:
         return False
     return not {"_modules", "_parameters"}.isdisjoint(code.co_names)
+
+
+def _is_for_a_fix(frame: FrameType) -> bool:
+    """Return whether a support module, not the forward, asks torch for the members of a module."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_filename == _LOOKUP.co_filename:
+        caller = caller.f_back
+    return caller is not None and "._te_" in caller.f_globals.get("__name__", "")
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
