@@ -126,7 +126,12 @@ class CaptureRecord:
                 values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and the last or another one
 
     def note_graph(self, kind: str, number: int, handle: Any) -> None:
-        """Note the position of a graph about to be captured in the memory pool with this ``handle``."""
+        """Note the position of a graph in the memory pool with this ``handle``.
+
+        Up to TE 2.11, with `backward-dw-order`, the code of a dgrad also runs for its wgrad, but captures nothing.
+        """
+        if kind != "forward" and not torch.cuda.is_current_stream_capturing():
+            return
         pool = _pools.setdefault(handle, MemoryPool())
         self._observed[number].positions[kind] = pool, pool.new_position()
 
