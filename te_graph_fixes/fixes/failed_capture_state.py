@@ -126,6 +126,8 @@ PATCH = """
 +        if frame.f_code.co_filename == _make_graphed_callables.__code__.co_filename:
 +            with contextlib.suppress(RuntimeError):  # this frame still runs
 +                frame.clear()  # frees the graphs, even if the caller keeps the error
++    with contextlib.suppress(Exception):
++        torch.cuda.empty_cache()  # no later capture runs on the stream of this warmup
 +    raise
 +finally:
 +    set_capture_end()
