@@ -1,7 +1,7 @@
 """The steps of a replay, and their order.
 
-A *callable* is a graphed module or function for one microbatch. Its `Replay` lists the steps that fixes have added.
-TE's replay functions run these steps in phases:
+A *callable* here is a graphed module or function, for one microbatch only. Its `Replay` lists the steps that fixes have
+added. TE's forward, backward and `backward_dw` run these steps in phases:
 
 ================  ==================================================================  ==============================
 phase             when                                                                arguments of a step
@@ -9,26 +9,28 @@ phase             when                                                          
 forward check     after TE's own checks of the arguments                              call
 forward prepare   at the start of `Graphed.forward`, without grad mode                call
                   then TE copies the inputs and replays the forward
-                  then the prepared state is returned, also after an error
-forward record    at the end of `Graphed.forward`, before autograd records it         ctx, outputs
+                  then borrowed state is given back, also after an error
+forward record    at its end, also without grad mode, before autograd records it      ctx, outputs
 forward deliver   after `Graphed.apply`                                               call, outputs -> outputs
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
 backward prepare  next                                                                ctx
-                  then TE copies the gradients of the outputs and replays the dgrad
-                  then the prepared state is returned, also after an error
+                  then TE copies grad outputs, replays the dgrad, updates FP8 scales
+                  then borrowed state is given back, also after an error
 backward deliver  after that                                                          ctx, gradients -> gradients
-wgrad check       at the start of `backward_dw`                                       none
+wgrad check       in `backward_dw`, if a wgrad was captured                           none
 wgrad prepare     next                                                                None
                   then TE replays the wgrad
-                  then the prepared state is returned, also after an error
+                  then borrowed state is given back, also after an error
 wgrad deliver     after that, before TE runs the hooks of gradients                   none
 ================  ==================================================================  ==============================
 
-Only a check may refuse a replay. It raises an error, and changes nothing: a refused replay leaves all state as it was.
-A step that prepares a replay may borrow state from eager modules. It then returns a function that returns this state.
+Among the steps, only a check may refuse a replay. It raises an error, and writes only to its call: a refused replay
+leaves all other state as it was. A step that prepares a replay may borrow state. It then returns a function that gives
+this state back. Its other changes remain.
+
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
-Some fixes edit TE's own code between these phases: the condition for filling the skip flag (`stale-fp8-weights`), the
+Some fixes edit TE's own code around these phases: the condition for filling the skip flag (`stale-fp8-weights`), the
 list of outputs (`none-outputs`), the copies of parameter gradients (`param-grad-lifetime`, `fused-dummy-copies`), and
 the hooks after `backward_dw` (`backward-dw-hooks`, `wgrad-hook-order`).
 """
@@ -74,7 +76,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """The steps of each phase. A disabled fix adds none.
 
-The comments name each order that is necessary. The order of all other steps does not change a result.
+The comments name each order that is necessary. Any other order changes at most which check raises first.
 """
 
 
@@ -83,20 +85,21 @@ class Call:
     """One replay of a forward. Its backward finds it in ``ctx.call``.
 
     ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
-    arguments. They are dropped after the forward. ``skip_update`` is TE's argument: True if a graph that caches FP8
+    arguments. They are dropped during the replay. ``skip_update`` is TE's argument: True if a graph that caches FP8
     weights reuses them, and None if it caches none. ``register_states`` is TE's registration of FP8 states for updates
     of scales, or None outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
 
-    ``reuses_weights`` is ``skip_update``, also for graphs with flags of their own. ``resumed`` are the modules whose
-    recipe states are replaced by the graph's. ``copied_inputs`` are the indexes of inputs whose gradients are returned
-    as copies. ``updates_backward``: the backward updates the scales of all backwards. The other attributes belong to
-    `replay-contract`: how the forward was run (in a backward, under the hooks of a checkpoint, in a checkpoint),
-    whether its outputs are returned as copies, and the time of its replay.
+    ``reuses_weights`` is ``skip_update``, or what the flags of the graph say if it has flags of its own. ``resumed``
+    are modules with the recipe states of the graph, which replace theirs. ``copied_inputs`` are the indexes of inputs
+    whose gradients are returned as copies. ``updates_backward``: a step of the backward updates the scales of all
+    backwards, and TE does not. The other attributes belong to `replay-contract`: how the forward was run (in a
+    backward, under the hooks of a checkpoint, in a checkpoint), whether its outputs are returned as copies, and the
+    time of its replay.
     """
 
     skip_update: bool | None
     inputs: Sequence[Any]
-    specs: tuple[Any, Any]
+    specs: tuple[Any, ...]
     keywords: Mapping[str, Any]
     register_states: Callable[[], None] | None
     takes_grads: bool = field(default_factory=torch.is_grad_enabled)
@@ -112,7 +115,7 @@ class Call:
 
 
 class Replay:
-    """The steps of one callable, and its ``name`` in errors."""
+    """The steps of one callable, and its ``name`` in errors, which `replay-contract` sets."""
 
     name = "This graphed callable"
 
@@ -164,7 +167,7 @@ class Replay:
             ctx.call = call
             outputs = self._replay("forward prepare", call, te_forward, ctx, call.skip_update, *arguments)
             self._run("forward record", ctx, outputs)
-            call.inputs, call.keywords, call.register_states = (), {}, None
+            call.inputs, call.specs, call.keywords, call.register_states = (), (), {}, None
             return outputs
 
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -181,7 +184,7 @@ class Replay:
         self._run("wgrad deliver")
 
     def reset(self) -> None:
-        """Drop all steps with their data. Later replays are refused."""
+        """Drop all steps with their data, before TE resets the graphs. Later replays are refused."""
         self._steps = {phase: [(0, self._refuse)] if phase.endswith("check") else [] for phase in ORDER}
 
     def _refuse(self, *_: Any) -> None:
@@ -194,7 +197,7 @@ def _register(call: Call) -> None:
 
 
 class Replays:
-    """The `Replay` of each callable in one capture, by its number, or by one of its graphs."""
+    """The `Replay` of each callable in one capture, by its index in TE's lists of graphs, or by one of its graphs."""
 
     def __init__(self, *graphs: Sequence[Any]) -> None:
         self._graphs = graphs
@@ -205,4 +208,4 @@ class Replays:
 
     def of(self, graph: Any) -> Replay:
         """Return the replay of a callable, by its forward, dgrad or wgrad graph."""
-        return next(self[kind.index(graph)] for kind in self._graphs if graph in kind)
+        return next(self[graphs.index(graph)] for graphs in self._graphs if graph in graphs)
