@@ -179,7 +179,7 @@ class _Activation:
             self._reset()
             try:
                 self._install(settings)
-            except Exception as error:  # a bug of ours, which must not break the import of TE
+            except Exception as error:  # this package's bugs must not break the import of TE
                 _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             report = self._report_if_off() if settings.off else self.report()

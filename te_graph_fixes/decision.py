@@ -165,7 +165,7 @@ class Decision:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """Map each selected fix that is disabled because it requires disabled fixes to the names of those fixes."""
+        """Return {selected fix: the disabled fixes that it requires} for fixes that are not disabled by name."""
         disabled = set(self.disabled)
         selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
         return {

@@ -1,4 +1,4 @@
-"""Subjects of comparisons: a tensor or mark of a graphed callable in a step."""
+"""Subjects of comparisons: tensors and flags of graphed callables in a step."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class Installation:
         """Make tracebacks and `inspect` show the text of a module, even after `linecache.clearcache`."""
         path, loader = _path(name), sys.modules[name].__loader__
         linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
-        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # it serves one module
+        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # loader of one module
             self._put(loader, "get_source", lambda _: text)
 
     def _put(self, owner: Any, name: str, value: Any) -> None:

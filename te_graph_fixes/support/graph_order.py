@@ -71,7 +71,7 @@ class Plan:
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:
-        """Return TE's index of a layer at ``position``. TE sorts graphs and samples by chunk, microbatch and layer."""
+        """Return TE's index of ``layer`` at ``position``: TE sorts graphs and inputs by chunk, microbatch, layer."""
         entry = self.entries[position]
         layers_before = sum(self.layers[: entry.chunk])
         return layers_before * self.microbatches + entry.microbatch * self.layers[entry.chunk] + layer
@@ -286,7 +286,7 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the first position after ``dgrad`` and after the forwards that follow it in the same step."""
+    """Return the position after ``dgrad`` and the forwards that continue the model chunk before it."""
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
     for position, entry in enumerate(entries[end:], end):

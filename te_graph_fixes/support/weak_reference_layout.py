@@ -17,7 +17,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 def view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """View ``memory``, the bytes of ``tensor``, with its dtype, shape and strides."""
     view = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    # Conjugation and negation are only flags of a tensor. Its memory contains the values before them.
+    # Conjugation and negation are only flags of a tensor. Its memory has the values without them.
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view

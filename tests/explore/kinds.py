@@ -33,7 +33,7 @@ from tests.verify.driver.training import Training, event
 
 
 def connect() -> None:
-    """Become one of two ranks: those of torchrun, or, on the simulator, this process and a fork of it."""
+    """Connect two ranks: torchrun's ranks, or, on the simulator, this process and a fork of it."""
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group("nccl")

@@ -107,7 +107,7 @@ class CUDAGraph:
         self._random_states.append(generator.state)
 
     def enable_debug_mode(self) -> None:
-        """Keep debugging data. The simulator has none."""
+        """Do nothing: the simulator has no debug data."""
 
     def __del__(self) -> None:
         if self._operations is not None:

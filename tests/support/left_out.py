@@ -44,7 +44,7 @@ def left_after_reset() -> int:
 
 
 def delayed_experts() -> dict[str, Any]:
-    """Return hook calls and delayed wgrads of experts whose tokens only the GPU knows. No case trains these."""
+    """Return {kind: (hook calls, mean wgrads)} of experts with token counts on the GPU. No case trains any."""
     from transformer_engine.pytorch.module import grouped_linear as modules
     from transformer_engine.pytorch.ops.basic import grouped_linear as operations
 

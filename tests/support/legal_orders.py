@@ -45,7 +45,7 @@ def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Co
 
 
 def random_orders(seed: int, number: int) -> list[list[float]]:
-    """Return ``number`` random legal orders of up to 4 chunks and 6 microbatches, all chunks with wgrads."""
+    """Return ``number`` random legal orders with up to 6 microbatches and 4 chunks, which delay wgrads."""
     rng = random.Random(seed)
     orders = []
     for _ in range(number):

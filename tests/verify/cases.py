@@ -104,7 +104,7 @@ def _training(
 ) -> Case:
     """Create a case with three microbatches per step, one module per chunk, and fused wgrads.
 
-    As in Megatron-Core, modules mark first microbatches, and FP8 graphs cache weights.
+    As in Megatron-Core, modules use is_first_microbatch, and FP8 graphs cache weights.
     """
     given = {
         "modules": (module,) * int(max(options.get("order", (1,)))),

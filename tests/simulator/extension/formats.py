@@ -22,7 +22,7 @@ LARGEST_E2M1, LARGEST_E4M3, LARGEST_FLOAT = 6.0, 448.0, torch.finfo(torch.float3
 
 
 def largest(values: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Return the largest magnitudes. NaN does not count, as in the GPU's fmax."""
+    """Return the largest magnitudes over ``dims``, ignoring NaN as fmax does."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims)
 
 

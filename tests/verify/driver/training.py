@@ -287,7 +287,7 @@ class Sends:
         self.last_forward = max(i for i, entry in enumerate(order) if entry > 0)
 
     def received_before(self, position: int) -> list[torch.Tensor | None]:
-        """Return the grad of the send that completes before an entry of the schedule, if any."""
+        """Return [grad] for the send that completes before the entry at ``position``, or []."""
         entry = self.order[position]
         is_due = len(self.in_flight) > 1 and (entry < 0 or entry in self.first_layers)
         return [self.in_flight.pop(0)] if is_due else []
