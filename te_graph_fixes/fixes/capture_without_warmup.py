@@ -6,8 +6,9 @@ Forward hooks in the warmup show TransformerEngine (TE) which of its modules a c
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
 a capture for training runs at least one warmup iteration. An iteration that the caller does not request changes no
 buffer, FP8 state or random state, and no tensor in an attribute or container of a module. A capture for evaluation runs
-as many iterations as its caller requests, but at least one if a module or operation with delayed scaling has no scales
-yet. Otherwise the capture would create these scales in graph memory, and each replay would reset them.
+as many iterations as its caller requests, but at least one if a module or operation with delayed scaling, or attention
+in FP8, has no scales yet. Otherwise the capture would create these scales in graph memory, and each replay would reset
+them.
 """
 
 from ..fix import Fix
@@ -16,10 +17,14 @@ PATCH = """
 @@ graph.py make_graphed_callables
 +def lacks_scales(m):
 +    if isinstance(m, TransformerEngineBaseModule):
-+        return not m.fp8_meta_tensors_initialized and bool(list(m.parameters(recurse=False)))
-+    return isinstance(m, BasicOperation) and m._fp8_metas is None and m.num_quantizers("forward") > 0
++        # Attention in FP8 has no parameters, but delayed scales, also in other recipes.
++        has_scales = is_delayed if list(m.parameters(recurse=False)) else attention_in_fp8
++        return has_scales and not m.fp8_meta_tensors_initialized
++    return is_delayed and isinstance(m, BasicOperation) and m._fp8_metas is None and m.num_quantizers("forward") > 0
 +
-+if isinstance(recipe, DelayedScaling) and any(lacks_scales(m) for module in modules for m in module.modules()):
++is_delayed = isinstance(recipe, DelayedScaling)
++attention_in_fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
++if any(lacks_scales(m) for module in modules for m in module.modules()):
 +    # Scales that a capture creates would be reset by each replay.
 +    num_warmup_iters = num_warmup_iters or True
  saved_fp8_tensors = save_fp8_tensors(...)

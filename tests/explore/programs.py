@@ -186,7 +186,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.checkpoints or (not p.order and not (p.together and len(p.modules) > 1))
     ),
     "a reentrant checkpoint needs an input with a gradient": lambda p: (
-        p.input_grads or not (p.checkpoints or "Recomputed" in p.modules)
+        (p.input_grads or not (p.checkpoints or "Recomputed" in p.modules))
+        and not ({"Teacher", "Router"} & {*p.modules} and "Recomputed" in p.modules)
     ),
     "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
         not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
@@ -246,7 +247,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.inside
         or not (
             (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
-            or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused"} & {*p.modules}
+            or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused", "TwoPrecisions"} & {*p.modules}
             or any(each.startswith("misuse") for each in p.events)
         )
     ),
@@ -381,6 +382,14 @@ RULES: dict[str, Callable[[Program], Any]] = {
 
 
 FOUND = {
+    "scales of attention, in current scaling and without a warmup": Program(
+        modules=("CoreAttention",),
+        recipe="current",
+        fp8_attention=True,
+        warmup=0,
+        inference="first",
+        events=("step", "infer"),
+    ),
     "the skip flag of a recomputation, after the first microbatch of another graph": Program(
         modules=("linear", "Recomputed"),
         recipe="delayed",
