@@ -17,7 +17,7 @@ QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 """The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
 
-_LOOKUP = torch.nn.Module.__getattr__.__code__
+LOOKUP = torch.nn.Module.__getattr__.__code__
 _ACCESSOR = _named_member_accessor.__file__
 """The file of `torch.func.functional_call` that exchanges parameters for the time of a call."""
 _SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
@@ -43,7 +43,7 @@ class UsedMembers:
         code = frame.f_code
         if event != "call" or not code.co_argcount:
             return
-        if code is _LOOKUP:
+        if code is LOOKUP:
             module, name = frame.f_locals["self"], frame.f_locals["name"]
             self.lookups[module, name] = id(vars(module).get("_parameters", {}).get(name))
         elif (runs := code.co_name == "forward") | (reads := _reads_registries(code) and not _is_for_a_fix(frame)):
@@ -86,7 +86,7 @@ def _reads_registries(code: CodeType) -> bool:
 def _is_for_a_fix(frame: FrameType) -> bool:
     """Return whether a support module, not the forward, asks torch for the members of a module."""
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename == _LOOKUP.co_filename:
+    while caller is not None and caller.f_code.co_filename == LOOKUP.co_filename:
         caller = caller.f_back
     return caller is not None and "._te_" in caller.f_globals.get("__name__", "")
 

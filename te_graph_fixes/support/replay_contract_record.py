@@ -17,11 +17,8 @@ from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-from ._te_replay_contract_members import CallableTensors, UsedMembers, tensors_in
+from ._te_replay_contract_members import LOOKUP, CallableTensors, UsedMembers, tensors_in
 from ._te_replay_contract_order import NEVER, MemoryPool
-
-_LOOKUP = torch.nn.Module.__getattr__.__code__
-
 
 # Records own the pools. A reload of this module must not lose them.
 _pools: weakref.WeakValueDictionary[Any, MemoryPool] = globals().get("_pools", weakref.WeakValueDictionary())
@@ -140,7 +137,7 @@ class CaptureRecord:
         """Record the members that a captured forward uses, unless another profiler or `__getattr__` is in place."""
         self.note_graph("forward", number, handle)
         observed = self._observed[number]
-        is_free = sys.getprofile() is None and _LOOKUP.co_varnames[:2] == ("self", "name")
+        is_free = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
         if is_free:
             observed.used = UsedMembers(observed.note_recipe)
             sys.setprofile(observed.used.note)
