@@ -161,4 +161,4 @@ class SampleArguments:
 
     def need_more_grads(self, leaves: Sequence[Any]) -> bool:
         """Return whether the module uses an input that needs a gradient although its sample argument needed none."""
-        return bool(self._eager.answers.get(self._more_grads(leaves)))
+        return bool(self._eager.answers and self._eager.answers.get(self._more_grads(leaves)))
