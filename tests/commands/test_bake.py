@@ -161,8 +161,8 @@ def in_child(work: Callable[[], object], at: int = 0, signal_number: int = signa
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
                 os.kill(os.getpid(), signal_number)
 
-        for each in (signal.SIGINT, signal.SIGHUP):  # the shell that started the tests may ignore these
-            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that started the tests may ignore both
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.addaudithook(hook)
         status = work() or 0
     finally:
