@@ -37,6 +37,7 @@ NOT_RUN = "not run: "
 LONG = f"{NOT_RUN}it takes minutes; tests/explore/test_explore.py runs the same with fewer programs"
 GPU = f"{NOT_RUN}it needs a GPU; the program is in examples"
 SETS_UP = f"{NOT_RUN}it sets up a machine"
+CHECKED = "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py"
 ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
     "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
@@ -52,13 +53,11 @@ ELSEWHERE = {
     "te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/commands/test_run.py",
     "te-graph-fixes bake": "tests/commands/test_bake.py",
     "pip install tox && tox run -e demo": ".github/workflows/ci.yml",
-    "te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": "tests/checking/test_check.py",
+    f"{CHECKED} ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check=3,layers=4 torchrun ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check=2,strict torchrun ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check CMD": "tests/checking/test_check.py",
-    "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun --nproc-per-node 8 pretrain_gpt.py ...": (
-        "tests/checking/test_check.py"
-    ),
+    f"TE_GRAPH_FIXES=off {CHECKED} --exit-interval 10 ...": "tests/checking/test_check.py",
     "te-graph-fixes run CMD": "tests/commands/test_run.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check CMD": "tests/checking/test_check.py",
     "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_commits.py",
