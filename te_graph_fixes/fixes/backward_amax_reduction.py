@@ -11,7 +11,7 @@ weights.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

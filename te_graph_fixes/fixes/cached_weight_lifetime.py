@@ -10,7 +10,7 @@ its own (`te_graph_fixes/support/fp8_weights.py`).
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

@@ -18,7 +18,7 @@ first exception is raised.
 """
 
 from ..fix import Fix
-from ..shapes import skip_flag_state
+from .shapes import skip_flag_state
 
 PATCH = """
 @@ graph.py _graph_context_wrapper

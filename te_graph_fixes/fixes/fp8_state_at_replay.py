@@ -25,7 +25,7 @@ forwards outside captures do not change.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward

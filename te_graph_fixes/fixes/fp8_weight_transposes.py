@@ -15,7 +15,7 @@ With the fix, a graph owns its transposes. Before a replay, it recomputes transp
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables (2 times)

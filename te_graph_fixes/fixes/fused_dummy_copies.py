@@ -9,7 +9,7 @@ dummies in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
 """
 
 from ..fix import Fix
-from ..shapes import SHARED_DUMMIES
+from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables

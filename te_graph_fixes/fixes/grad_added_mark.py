@@ -9,7 +9,7 @@ backward, and each replay marks them again.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -13,7 +13,7 @@ in TE up to 2.16. The index of the slot depends on the version (16, 18 or 19), s
 
 from ..fix import Fix
 from ..patching.source import Source
-from ..shapes import skip_flag_state
+from .shapes import skip_flag_state
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward

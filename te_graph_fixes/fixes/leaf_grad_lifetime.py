@@ -8,7 +8,7 @@ are returned as copies. Other gradients are still returned without a copy, becau
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function

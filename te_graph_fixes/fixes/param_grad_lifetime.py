@@ -10,7 +10,7 @@ dummies instead of its own.
 """
 
 from ..fix import Fix
-from ..shapes import SHARED_DUMMIES
+from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function

@@ -14,7 +14,7 @@ in between. Captures by `torch.cuda.graph` or Megatron-Core, and other threads, 
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS, skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit

@@ -25,7 +25,7 @@ buffers, attributes, scales and random states. It raises if the forward computes
 or uses the input in a way that autograd sees."""
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -13,7 +13,7 @@ graph before outputs and gradients are read, these are returned as copies (with 
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

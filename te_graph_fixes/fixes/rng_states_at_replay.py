@@ -9,7 +9,7 @@ cannot reuse generators in place: ``get_states()`` returns the generators themse
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

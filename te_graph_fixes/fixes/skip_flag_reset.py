@@ -9,7 +9,7 @@ weights find no flag.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS, skip_flag_state
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.reset

@@ -17,7 +17,7 @@ There are three cases.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS, skip_flag_state
 
 GRAPH = """
 @@ graph.py _make_graphed_callables

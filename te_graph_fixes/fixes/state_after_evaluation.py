@@ -12,7 +12,7 @@ this in eager training, and a graph computes the same numbers as eager training.
 """
 
 from ..fix import Fix
-from ..shapes import REPLAY_STEPS
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .patching.source import Source
+from ..patching.source import Source
 
 
 def global_state(source: Source, field: str, earlier: str) -> str:
