@@ -19,11 +19,10 @@ import linecache
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from graphlib import TopologicalSorter
-from itertools import pairwise
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
 from .source import Edit, ModuleSource, Source, first_line
@@ -57,31 +56,21 @@ def patched(source: Source, changes: Changes) -> Texts:
     Insertions at the same place are in the order that their changes declare. Raise `InstallationError` for conflicts.
     """
     texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
-    for owner, change in changes.items():
-        if taken := [name for name in change.new_modules if source.find(name)]:
-            raise InstallationError(f"{owner} adds module {taken[0]}, but {source.location} has it already")
     for name, edits in _edits_by_module(changes).items():
-        module = source.module(name)
-        for (edit, owner), (following, other) in pairwise(edits):
-            if following.start < edit.end and not (edit.is_shared and edit == following):
-                where = f"{module.path}:{module.line_number(following.start)}"
-                what = f"edits of {owner} overlap" if owner == other else f"{owner} and {other} edit the same text"
+        module, after, end, last, shared = source.module(name), "", 0, "", set[Edit]()
+        for edit, owner in edits:
+            if edit in shared:
+                continue
+            if edit.start < end:
+                where = f"{module.path}:{module.line_number(edit.start)}"
+                what = f"edits of {owner} overlap" if owner == last else f"{last} and {owner} edit the same text"
                 raise InstallationError(f"{what} at {where}")
-        after, end = "", 0
-        for edit in _made_once(edits):
             after += module.text[end : edit.start] + edit.text
-            end = edit.end
+            end, last = edit.end, owner
+            if edit.is_shared:
+                shared.add(edit)
         texts[name] = module.text, after + module.text[end:]
     return texts
-
-
-def _made_once(edits: list[tuple[Edit, str]]) -> Iterator[Edit]:
-    """Yield the sorted edits, without the repetitions of shared edits."""
-    before = None
-    for edit, _ in edits:
-        if not (edit.is_shared and edit == before):
-            yield edit
-        before = edit
 
 
 def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
@@ -97,7 +86,7 @@ def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
 class FunctionPatch(NamedTuple):
     """The code of one function of TransformerEngine, before and after the changes named in ``owners``.
 
-    For an added method, ``before`` is None, and ``maker`` defines a class of the same name with only the added methods.
+    ``before`` is None for an added method.
     """
 
     module: str
@@ -105,7 +94,6 @@ class FunctionPatch(NamedTuple):
     before: CodeType | None
     after: CodeType
     owners: frozenset[str]
-    maker: CodeType | None = None
 
     @property
     def live(self) -> Any:
@@ -138,37 +126,18 @@ def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[Func
 
     Raise `InstallationError` for an edit that is outside the body of a function and does not add methods to a class.
     """
-    return [
-        patch
-        for name, edits in _edits_by_module(changes).items()
-        for patch in _patches(source.module(name), texts[name][1], edits)
-    ]
-
-
-def _patches(module: ModuleSource, text: str, edits: list[tuple[Edit, str]]) -> Iterator[FunctionPatch]:
-    """Compile the functions that the edits change or add. ``text`` is the edited module."""
-    old, new = functions_of(compiled(module.name, module.text)), functions_of(compiled(module.name, text))
-    for name, (maker, inside) in _edited_functions(module, edits).items():
-        owners = frozenset(owner for _, owner in inside)
-        yield FunctionPatch(module.name, name, None if maker else old[name], new[name], owners, maker)
-
-
-def _edited_functions(
-    module: ModuleSource, edits: list[tuple[Edit, str]]
-) -> dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]]:
-    """Group the edits of a module by the function that contains them, or by the method that they add.
-
-    Each group comes with the ``maker`` of the added method (`FunctionPatch`), or with None.
-    """
-    functions = {name: node for name, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
-    edited: dict[str, tuple[CodeType | None, list[tuple[Edit, str]]]] = {}
-    for edit, owner in edits:
-        maker, names = None, [name for name, node in functions.items() if _is_inside(module, node, edit)]
-        if not names:
-            maker, names = _class_with_added_methods(module, edit, owner)
-        for name in names:
-            edited.setdefault(name, (maker, []))[1].append((edit, owner))
-    return edited
+    patches = []
+    for name, edits in _edits_by_module(changes).items():
+        module = source.module(name)
+        old, new = (functions_of(compiled(name, text)) for text in texts[name])
+        nodes = {key: node for key, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
+        owners = defaultdict[str, set[str]](set)
+        for edit, owner in edits:
+            edited = [key for key in nodes if _is_inside(module, nodes[key], edit)]
+            for key in edited or _added_methods(module, edit, owner):
+                owners[key].add(owner)
+        patches += [FunctionPatch(name, key, old.get(key), new[key], frozenset(owners[key])) for key in owners]
+    return patches
 
 
 def _path(module: str) -> str:
@@ -196,21 +165,20 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
-def _class_with_added_methods(module: ModuleSource, edit: Edit, owner: str) -> tuple[CodeType, list[str]]:
-    """Compile a class with only the methods that an edit adds. Return its code and the methods' names."""
+def _added_methods(module: ModuleSource, edit: Edit, owner: str) -> list[str]:
+    """Return the qualified names of the methods that an edit adds to a class."""
     classes = [
         node.name
         for node in module.tree.body
         if isinstance(node, ast.ClassDef)
         and module.starts[node.lineno] < edit.start <= module.starts[cast(int, node.end_lineno) + 1]
     ]
-    text = textwrap.dedent(edit.text)
-    added = ast.parse(text).body
-    if not classes or edit.start < edit.end or {type(node) for node in added} != {ast.FunctionDef}:
+    added = ast.parse(textwrap.dedent(edit.text)).body
+    methods = [f"{name}.{node.name}" for name in classes for node in added if isinstance(node, ast.FunctionDef)]
+    if not methods or len(methods) < len(added) or edit.start < edit.end:
         where = f"{module.path}:{module.line_number(edit.start)}"
         raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
-    maker = compiled(module.name, f"class {classes[0]}:\n{textwrap.indent(text, ' ')}")
-    return maker, [f"{classes[0]}.{cast(ast.FunctionDef, node).name}" for node in added]
+    return methods
 
 
 _provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
@@ -266,7 +234,8 @@ class Installation:
             for name, (before, text) in self._texts.items():
                 if not before:
                     self._provide(name, text)
-                self._show(name, text)
+                # Tracebacks and `inspect` show this text.
+                linecache.cache[_path(name)] = len(text), None, io.StringIO(text).readlines(), _path(name)
             for patch in self._patches:
                 self._install(patch)
         except BaseException:
@@ -278,7 +247,7 @@ class Installation:
         parent, _, child = name.rpartition(".")
         package, module, executed = _provided.get(name, (None, None, ""))
         if module is None or package is not sys.modules[parent]:
-            spec = importlib.machinery.ModuleSpec(name, cast(Any, SimpleNamespace()), origin=_path(name))
+            spec = importlib.machinery.ModuleSpec(name, None, origin=_path(name))
             package, module, executed = sys.modules[parent], importlib.util.module_from_spec(spec), ""
         self._put(package, child, module)
         sys.modules[name] = module
@@ -286,27 +255,27 @@ class Installation:
             exec(compiled(name, text), vars(module))
             _provided[name] = package, module, text
 
-    def _show(self, name: str, text: str) -> None:
-        """Make tracebacks and `inspect` show the text of a module, even after `linecache.clearcache`."""
-        path, loader = _path(name), sys.modules[name].__loader__
-        linecache.cache[path] = (len(text), None, io.StringIO(text).readlines(), path)
-        if isinstance(loader, (SimpleNamespace, importlib.machinery.SourceFileLoader)):  # loader of one module
-            self._put(loader, "get_source", lambda _: text)
-
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._attributes.append((owner, name, _attribute(owner, name), value))
         setattr(owner, name, value)
 
     def _install(self, patch: FunctionPatch) -> None:
-        if patch.maker is None:
+        if patch.before is None:
+            owner, name = patch.qualname.split(".")
+            self._put(getattr(sys.modules[patch.module], owner), name, self._added_method(patch.module, owner, name))
+        else:
             self._put(patch.live, "__code__", patch.after)
-            return
+
+    def _added_method(self, module: str, owner: str, name: str) -> Any:
+        """Define a method in a class that has only this method. The code has the line numbers of the whole module."""
+        tree = ast.parse(self._texts[module][1])
+        tree.body = [part for part in tree.body if owner == getattr(part, "name", "") or _is_future_import(part)]
+        (definition,) = (part for part in tree.body if isinstance(part, ast.ClassDef))
+        definition.body = [part for part in definition.body if name == getattr(part, "name", "")]
+        definition.bases = definition.keywords = definition.decorator_list = []  # type: ignore[assignment]
         made: dict[str, Any] = {}
-        exec(patch.maker, vars(sys.modules[patch.module]), made)
-        owner, name = patch.qualname.split(".")
-        method = vars(made[owner])[name]
-        getattr(method, "__func__", method).__code__ = patch.after  # with the line numbers of the whole module
-        self._put(getattr(sys.modules[patch.module], owner), name, method)
+        exec(compile(tree, _path(module), "exec", dont_inherit=True), vars(sys.modules[module]), made)
+        return vars(made[owner])[name]
 
     def is_live(self, name: str) -> bool:
         """Return whether the code and the support modules of a change are active."""
@@ -326,6 +295,10 @@ class Installation:
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
         self._attributes.clear()
+
+
+def _is_future_import(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 def _attribute(owner: Any, name: str) -> Any:
