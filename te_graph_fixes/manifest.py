@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .patching import TE
@@ -39,6 +38,17 @@ class ManifestError(Exception):
     """A manifest is invalid, or the files of a baked TE do not match it."""
 
 
+_TEXT, _DIGEST, _COMMA = r'"[^"\\\x7f]*"', '"[0-9a-f]{64}"', "(, )?"
+_FORMAT = {
+    "version": _TEXT,
+    "te_version": f"{_TEXT}|null",
+    "fixes": rf"{{({_TEXT}: {_TEXT}{_COMMA})*}}",
+    "files": rf'(?=.*\["){{("{TE}(/\w+)+\.py": \[({_DIGEST}|null), {_DIGEST}\]{_COMMA})+}}',
+    "code": rf'{{({_TEXT}: {{("{TE}(\.\w+)+:[\w.<>]+": {_TEXT}{_COMMA})*}}{_COMMA})*}}',
+}
+"""A regular expression for the JSON of each field. Every file is inside TE, and at least one had a text before."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The fixes that te-graph-fixes ``version`` wrote into the files of a TE.
@@ -61,33 +71,19 @@ class Manifest:
 
         Raise `ManifestError` if the manifest is invalid, for example if it names a file outside TE.
         """
-        if not os.path.lexists(file := location / NAME):
-            return None
+        file = location / NAME
         try:
-            data = json.loads(file.read_bytes() if file.is_file() else b"")
-            manifest = cls(**{field.name: data[field.name] for field in fields(cls)})
-            if manifest._is_valid():
-                return manifest
-            problem = "wrong content"
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            data = json.loads(file.read_bytes())
+            for name, form in _FORMAT.items():
+                if not re.fullmatch(form, json.dumps(data[name]), re.ASCII):
+                    raise ValueError(f"wrong content of {name!r}")
+            return cls(**{name: data[name] for name in _FORMAT})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         advice = "Revert the change of this file, or delete it and reinstall TransformerEngine"
         raise ManifestError(f"{file} is not a valid manifest ({problem}). {advice}")
-
-    def _is_valid(self) -> bool:
-        """Return whether the values are valid, or raise an error of Python, for example TypeError."""
-        code = [item for digests in self.code.values() for item in digests.items()]
-        texts = [self.version, *self.fixes.values(), "" if self.te_version is None else self.te_version]
-        digests = [
-            text for before, after in self.files.values() for text in (after if before is None else before, after)
-        ]
-        return (
-            any(before for before, _ in self.files.values())  # a bake changes at least one module
-            and all(map(str.isprintable, [*texts, *(text for _, text in code)]))
-            and all(re.fullmatch("[0-9a-f]{64}", text) for text in digests)
-            and all(re.fullmatch(rf"{TE}(/\w+)+\.py", path, re.ASCII) for path in self.files)  # inside TE
-            and all(re.fullmatch(rf"{TE}(\.\w+)+:[\w.<>]+", place, re.ASCII) for place, _ in code)
-        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -111,26 +107,27 @@ class Manifest:
             return ""
         return f"{self.by} baked this TransformerEngine, but this is te-graph-fixes {__version__}. Run:\n  {BAKE}"
 
-    def modules(self, source: Source) -> tuple[list[str], list[str]]:
-        """Return the paths of the modules that are as the bake wrote them, and of those that somebody changed later.
+    def baked(self, source: Source, force: bool = False) -> list[str]:
+        """Return the paths of the modules that are not as before the bake, or [] if all are.
 
-        A module is in neither list if it is as before the bake, or if another TE was installed over the bake.
+        If another TE was installed over the bake, only the modules that the bake added are returned. Raise
+        `ManifestError` if modules have changed since the bake, unless ``force`` is true.
         """
         found = {path: file_digest(Path(source.location).parent / path) for path in self.files}
         baked = [path for path in found if found[path] == self.files[path][1]]
-        is_overwritten = self.te_version != source.version and not any(self.files[path][0] for path in baked)
-        return baked, [path for path in found if found[path] not in self.files[path] and not is_overwritten]
+        changed = [path for path in found if found[path] not in self.files[path]]
+        if self.te_version != source.version and not any(self.files[path][0] for path in baked):
+            return baked
+        if changed and not force:
+            problem = f"modules changed after {self.by} baked them: {', '.join(changed)}"
+            raise ManifestError(f"{problem}. Revert the change, or discard it with `{UNDO} --force`")
+        return baked + changed
 
 
 def read_manifest(source: Source) -> Manifest | None:
     """Read the manifest of a TE; None if there is none. Raise `ManifestError` unless the bake is intact."""
-    if (manifest := Manifest.read(Path(source.location))) is None:
-        return None
-    baked, changed = manifest.modules(source)
-    if changed:
-        problem = f"modules changed after {manifest.by} baked them: {', '.join(changed)}"
-        raise ManifestError(f"{problem}. Revert the change, or discard it with `{UNDO} --force`")
-    if len(baked) < len(manifest.files):
+    manifest = Manifest.read(Path(source.location))
+    if manifest and len(baked := manifest.baked(source)) < len(manifest.files):
         problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
         advice = f"Unless one is running, run `{BAKE}` or `{UNDO}`"
         raise ManifestError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")

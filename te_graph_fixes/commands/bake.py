@@ -1,15 +1,12 @@
 """Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
 
-A bake in place first writes these files:
-
-    te-graph-fixes.json                 the manifest, with the digests of each module before and after the bake
-    graph.py.te-graph-fixes-original    a copy of each module that will change, beside it
-    graph.py.te-graph-fixes-new         the new text of each changed or added module, beside its place
-
-Then it renames each new text to its module. The added modules come first, because the others import them, and graph.py
-comes last, because it activates what the others contain. So TE can be imported after each rename, and computes the same
-without graphs. An undo renames the copies to their modules, in the reverse order. It runs for ``bake --undo``, after an
-error or a signal, and, if a bake or an undo was killed, at the start of the next command.
+A bake in place first writes each new text beside its module, as ``graph.py.te-graph-fixes-new``, and the manifest
+``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
+links the original as ``graph.py.te-graph-fixes-original``, and renames the new text to the module. The added modules
+come first, because the others import them, and graph.py comes last, because it activates what the others contain. So TE
+can be imported after each rename, and computes the same without graphs. An undo renames the originals to their modules,
+in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a bake or an undo was killed, at
+the start of the next command.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
-from ..manifest import NAME, UNDO, Manifest, digest, file_digest, read_manifest
+from ..manifest import NAME, Manifest, digest, file_digest
 from ..patching import PACKAGE, TE
 from ..patching.files import changed_code
 from ..patching.installation import patched
@@ -35,20 +32,21 @@ from ..patching.source import Source
 from ..status import Status
 from ..version import __version__
 
-ORIGINAL, NEW = ".te-graph-fixes-original", ".te-graph-fixes-new"
+MARK = ".te-graph-fixes-"
+ORIGINAL, NEW = f"{MARK}original", f"{MARK}new"
 _GRAPH = f"{PACKAGE.replace('.', '/')}/graph.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class BakeError(Exception):
-    """An error while changing or restoring TE's files. The files are unchanged unless the message states otherwise."""
+    """An error while changing or restoring the files of TE. After an error of a bake, the files are unchanged."""
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return, for every module that the fixes change or add, its text before and after the bake ("" before: added).
+    """Return the manifest and every module that the fixes change or add: its text before and after ("" before: added).
 
-    The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The
-    manifest is at the end. Each text has the line breaks of its file.
+    The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. Each
+    text has the line breaks of its file. The result is {} if there is nothing to fix.
     """
     source, root, files = decision.source, Path(decision.source.location).parent, {}
     for name, texts in patched(source, decision.to_apply).items():
@@ -65,7 +63,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     statuses = {fix_id: str(fix.status) for fix_id, fix in decision.fixes.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     code = changed_code(source, decision.to_apply)
-    return {**files, f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json())}
+    return {f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json()), **files}
 
 
 def module_path(source: Source, module: str) -> str:
@@ -103,6 +101,20 @@ def _lock_holder(folder: int) -> str:
     return "another process"
 
 
+def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None:
+    """Write fixed modules and their manifest into the files of TE. After an error or a signal, call `undo`."""
+    root = Path(source.location).parent
+    _require_inside(source, files)
+    write_files(root, root, files, NEW)
+    for path, (before, _) in files.items():
+        file, original = root / path, Path(f"{root / path}{ORIGINAL}")
+        if before:
+            original.unlink(missing_ok=True)
+            os.link(file, original, follow_symlinks=False)
+        _delete_bytecode(file)
+        os.replace(f"{file}{NEW}", file)
+
+
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Deliver signals only after the block."""
@@ -114,23 +126,6 @@ def _signals_held() -> Iterator[None]:
 
 
 @_signals_held()
-def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the files of TE. After an error or a signal, call `undo`."""
-    root, (*modules, manifest) = Path(source.location).parent, files
-    _require_inside(source, modules)
-    write_files(root, root, {manifest: files[manifest]}, NEW)
-    os.replace(f"{root / manifest}{NEW}", root / manifest)
-    for file in (root / path for path in modules if files[path][0]):
-        Path(f"{file}{ORIGINAL}").unlink(missing_ok=True)
-        shutil.copy2(file, f"{file}{ORIGINAL}", follow_symlinks=False)
-        _copy_owner(file, f"{file}{ORIGINAL}")
-    write_files(root, root, {path: files[path] for path in modules}, NEW)
-    for file in (root / path for path in modules):
-        _delete_bytecode(file)
-        os.replace(f"{file}{NEW}", file)
-
-
-@_signals_held()
 def undo(source: Source, force: bool = False) -> str:
     """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
@@ -138,34 +133,24 @@ def undo(source: Source, force: bool = False) -> str:
     stay. Raise `ManifestError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
     location, root = Path(source.location), Path(source.location).parent
-    Path(f"{location / NAME}{NEW}").unlink(missing_ok=True)
+    for new in location.rglob(f"*{NEW}"):
+        new.unlink()
     if (manifest := Manifest.read(location)) is None:
         return ""
-    baked, changed = manifest.modules(source)
-    if changed and not force:
-        read_manifest(source)  # raises an error that names the modules
-    before = {path: manifest.files[path][0] for path in (*baked, *changed)}
+    before = {path: manifest.files[path][0] for path in manifest.baked(source, force)}
     if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
         raise BakeError(
             f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
             f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
         )
     _require_inside(source, manifest.files)
-    try:
-        for path in reversed(manifest.files):
-            file, original = root / path, Path(f"{root / path}{ORIGINAL}")
-            if path in before:
-                _delete_bytecode(file)
-                os.replace(original, file) if before[path] else file.unlink()
-            original.unlink(missing_ok=True)
-            Path(f"{file}{NEW}").unlink(missing_ok=True)
-        (location / NAME).unlink()
-    except OSError as error:
-        left = f"{len(manifest.modules(source)[0])} of {len(manifest.files)} modules are baked"
-        raise BakeError(
-            f"Cannot restore {error.filename2 or error.filename}: {error.strerror}. TransformerEngine can be imported; "
-            f"{left}. Correct the cause, and run:\n  {UNDO}"
-        ) from error
+    for path in reversed(manifest.files):
+        file, original = root / path, Path(f"{root / path}{ORIGINAL}")
+        if path in before:
+            _delete_bytecode(file)
+            os.replace(original, file) if before[path] else file.unlink()
+        original.unlink(missing_ok=True)
+    (location / NAME).unlink()
     return f"Undid the bake of {manifest.by}: {len(before)} modules restored or deleted in {location}"
 
 
@@ -177,12 +162,8 @@ def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], 
         file.unlink(missing_ok=True)  # a link at this place could lead outside TE
         file.write_bytes(after.encode())
         shutil.copymode(model, file)
-        _copy_owner(model, file)
-
-
-def _copy_owner(model: Path, file: str | Path) -> None:
-    with contextlib.suppress(PermissionError):  # only root may do this
-        os.chown(file, model.stat().st_uid, model.stat().st_gid, follow_symlinks=False)
+        with contextlib.suppress(PermissionError):  # only root may change the owner
+            os.chown(file, model.stat().st_uid, model.stat().st_gid)
 
 
 def _delete_bytecode(file: Path) -> None:

@@ -122,8 +122,8 @@ def _diff(options: argparse.Namespace) -> int:
 def _bake(options: argparse.Namespace) -> int:
     """Write the fixes into TE's files, all or none. For image builds.
 
-    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed, unless the message states otherwise
-      (--check: a needed fix is missing); 2 no TE; 130 interrupted
+    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing;
+      --undo: see `te-graph-fixes status`); 2 no TE; 130 interrupted
     example: te-graph-fixes bake
     """
     if options.force and not options.undo:
@@ -144,9 +144,8 @@ def _bake(options: argparse.Namespace) -> int:
             raise BakeError(f"Nothing to undo: {source.location} has not been baked.")
     except OSError as error:
         advice = "Check TE with `te-graph-fixes status`, or write elsewhere with `te-graph-fixes bake --overlay DIR`."
-        raise BakeError(
-            f"Cannot write {error.filename2 or error.filename or 'the files'}: {error.strerror}. {advice}"
-        ) from error
+        file = str(error.filename2 or error.filename or "the files").partition(bake.MARK)[0]
+        raise BakeError(f"Cannot write {file}: {error.strerror}. {advice}") from error
     except KeyboardInterrupt:
         _note("Interrupted. To see which fixes are baked, run `te-graph-fixes status`.")
         return 128 + signal.SIGINT

@@ -240,20 +240,15 @@ def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, tmp_path: P
     """The error names it. A bake changes nothing, and an undo ends once the file can be replaced."""
     tree, before = copy(tmp_path), content(tmp_path)
     base = tree / "transformer_engine/pytorch/module/base.py"
-    for arguments, said in ((["--source", tree], "Cannot write"), (["--undo", "--source", tree], "Cannot restore")):
+    for option in ([], ["--undo"]):
         if subprocess.run([*lock.format(base).split(), base], capture_output=True, check=False).returncode:
             pytest.skip(f"`{lock}` is not permitted here")
-        status, _, err = cli("bake", *arguments)
-        counted = re.search(r"(\d+) of \d+ modules are baked", cli("status", "--source", tree)[1])
+        status, _, err = cli("bake", *option, "--source", tree)
         subprocess.run([*unlock.split(), base], check=True)
-        assert (status, f"{said} {base}: " in err) == (1, True)
-        if said == "Cannot write":
-            assert content(tree) == before
-            assert cli("bake", *arguments)[0] == 0
-        else:
-            assert counted
-            assert counted[0] in err
-    assert cli("bake", "--undo", "--source", tree)[0] == 0
+        assert (status, f"Cannot write {base}: " in err) == (1, True)
+        assert ("interrupted" in cli("status", "--source", tree)[1]) == (option != [])
+        assert option or content(tree) == before
+        assert cli("bake", *option, "--source", tree)[0] == 0
     assert content(tree) == before
 
 
@@ -271,7 +266,7 @@ def test_a_site_packages_that_cannot_be_written(tree: Path, capfd: pytest.Captur
         return main(["bake", "--undo", "--source", str(tree)]) + main(["bake", "--check", "--source", str(tree)])
 
     assert in_child(as_somebody_else) == 1
-    assert re.search(r"Cannot restore .*graph.py: Permission denied\. .* (\d+) of \1 modules", capfd.readouterr().err)
+    assert re.search(r"Cannot write .*graph.py: Permission denied\. Check TE with ", capfd.readouterr().err)
     assert content(tree) == before
     for path in (*tree.rglob("*"), tree):
         path.chmod(0o755)
@@ -314,7 +309,7 @@ def test_a_bake_of_another_version_is_replaced(
     assert out.endswith(f"Replace its fixes:\n  te-graph-fixes bake --source {tree}\n")
     assert status == cli("bake", "--check", "--source", tree)[0] == 1
     assert json.loads(cli("status", "--json", "--source", tree)[1])["outdated"]
-    for number in (40, 140):
+    for number in (40, 300):
         assert in_child(lambda: main(["bake", "--source", str(tree)]), number) == -signal.SIGKILL
         assert cli("bake", "--check", "--source", tree)[0] == 1
     status, _, err = cli("bake", "--source", tree)

@@ -248,10 +248,10 @@ def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_diff_of_one_fix(cli: Cli) -> None:
     status, out, err = cli("diff", "--source", source("2.15.0"), "skip-flag-accessors")
     assert (status, err) == (0, "")
-    change, manifest = out.split("--- /dev/null")
+    manifest, change = out.split("--- a/")
     assert '"skip-flag-accessors": "applied"' in manifest
     names, lines = change.splitlines()[:2], change.splitlines()[2:]
-    assert names == [f"{side}/transformer_engine/pytorch/quantization.py" for side in ("--- a", "+++ b")]
+    assert names == [f"{side}transformer_engine/pytorch/quantization.py" for side in ("", "+++ b/")]
     assert not any(line.startswith("-") for line in lines)
     assert sum(line.startswith("+def ") or "+    def " in line for line in lines) == 2
 
