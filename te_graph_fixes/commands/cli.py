@@ -181,18 +181,16 @@ def _bake_in_place(source: Source, where: str) -> str:
         if decision.disabled:
             raise BakeError(f"{summary} Nothing to bake: unset {settings.disabled_by}.")
         return summary
-    files = bake.baked_files(decision)
+    files, problem_before = bake.baked_files(decision), "" if where else _import_problem()
     try:
         bake.write_in_place(source, files)
-        if not where and (problem := _import_problem()):
-            bake.undo(source)
-            if not _import_problem():
-                raise BakeError(f"Nothing was changed, because TransformerEngine cannot be imported baked: {problem}")
-            bake.write_in_place(source, files)
-            _note(f"The bake was not tested: TransformerEngine cannot be imported here, even without fixes: {problem}")
+        if not where and not problem_before and (problem := _import_problem()):
+            raise BakeError(f"Nothing was changed, because TransformerEngine cannot be imported baked: {problem}")
     except BaseException:
         bake.undo(source)
         raise
+    if problem_before:
+        _note(f"The bake was not tested: TransformerEngine cannot be imported even without fixes: {problem_before}")
     disabled = f", {len(decision.disabled)} disabled by {settings.disabled_by}" if decision.disabled else ""
     te, modules = te_name(source.version), len(files) - 1
     baked = f"Baked {len(decision.to_apply)} fixes into {te} ({modules} modules in {location}{disabled})"
