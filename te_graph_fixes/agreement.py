@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import sys
@@ -11,14 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 from .activation import report
-from .messages import FixNotAppliedError
+from .messages import FixNotAppliedError, status_line
 from .status import Report, Status
 from .text import by_reason, named
 
-_RECORD = "<4si4s?3x"
-"""The record of a rank: its digest, the number of missing fixes, the expected digest, and whether there is one."""
-_MOST_STATES = 8
-"""The error describes up to this number of different states, each by the details of one rank."""
+_RECORD = "<4si8x"
+"""The record of a rank: its digest, and the number of its problems."""
+_MOST_DESCRIBED = 8
+"""The error describes up to this number of different records, and lists up to this number of ranges of ranks."""
 
 
 def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> None:
@@ -39,23 +38,18 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     if distributed.get_rank(group) < 0:
         raise ValueError("This process does not belong to the group. Pass a group that contains it.")
     own = report()
-    states = _states(_gathered(_record(own, digest), group))
+    problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_reason(_missing(own)).items()]
+    if digest not in (None, own.digest):
+        problems.append(f"expects digest {digest}")
+    ranks = _ranks_by_record(_gathered(struct.pack(_RECORD, bytes.fromhex(own.digest), len(problems)), group))
+    if not problems and len(ranks) == 1:
+        return
     if group is not None:
-        states = {
-            state: [distributed.get_global_rank(group, rank) for rank in ranks] for state, ranks in states.items()
-        }
-    if problems := _wrong(states):
-        usual = next((state for state in states if state not in problems), None)
-        described = [*problems][:_MOST_STATES]
-        details = [_details_of(states[state][0], own, group) for state in filter(None, [usual, *described])]
-        text = _difference(states, described, details, digest if usual is None else None)
-        raise FixNotAppliedError(text)
-
-
-def _record(own: Report, expected: str | None) -> bytes:
-    return struct.pack(
-        _RECORD, bytes.fromhex(own.digest), len(_missing(own)), bytes.fromhex(expected or ""), expected is not None
-    )
+        ranks = [[distributed.get_global_rank(group, rank) for rank in same] for same in ranks]
+    line = status_line(own).removeprefix("te-graph-fixes: ")
+    details = {"line": line, "active": own.active, "problems": problems}
+    described = [_details_of(same[0], details, group) for same in ranks[:_MOST_DESCRIBED]]
+    raise FixNotAppliedError(_difference(ranks, described))
 
 
 def _missing(own: Report) -> dict[str, str]:
@@ -84,76 +78,35 @@ def _device(group: Any) -> str:
     return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
 
 
-def _states(records: bytes) -> dict[bytes, list[int]]:
-    """Group the ranks by their records. The state of most ranks comes first."""
+def _ranks_by_record(records: bytes) -> list[list[int]]:
+    """Return the ranks of each different record. The record of most ranks comes first."""
     ranks: dict[bytes, list[int]] = {}
     size = struct.calcsize(_RECORD)
     for rank in range(len(records) // size):
         ranks.setdefault(records[rank * size : (rank + 1) * size], []).append(rank)
-    return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
+    return sorted(ranks.values(), key=len, reverse=True)
 
 
-def _wrong(states: Mapping[bytes, Sequence[int]]) -> list[bytes]:
-    """Return the states that miss a fix, differ from the expected digest, or differ from the first right state."""
-    right, wrong = b"", []
-    for state in states:
-        digest, missing, expected, is_expected = struct.unpack(_RECORD, state)
-        if missing or (is_expected and digest != expected) or right:
-            wrong.append(state)
-        else:
-            right = state
-    return wrong
-
-
-def _details_of(rank: int, own: Report, group: Any) -> dict[str, Any]:
+def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any]:
     """Return the details of one rank, on every rank."""
     from torch import distributed
 
-    reasons = by_reason(_missing(own))
-    details = {
-        "host": os.uname().nodename,
-        "te": own.te_version,
-        "package": own.version,
-        "mode": own.mode,
-        "digest": own.digest,
-        "active": own.active,
-        "missing": [f"{named(ids)} missing: {reason}" for reason, ids in reasons.items()],
-    }
     sent = [details if distributed.get_rank() == rank else None]
     distributed.broadcast_object_list(sent, rank, group)
     return dict(sent[0] or {})
 
 
-def _difference(
-    states: Mapping[bytes, Sequence[int]],
-    described: Sequence[bytes],
-    details: Sequence[Mapping[str, Any]],
-    expected: str | None,
-) -> str:
-    """Describe the ranks of each wrong state, and their differences from the right state.
-
-    ``details`` begin with those of the right state if there is one. ``expected`` is the digest that no rank has, or
-    None.
-    """
-    size, right = sum(map(len, states.values())), {"digest": expected} if expected else {}
-    if len(details) > len(described):
-        right, details = dict(details[0]), details[1:]
-    lines = [f"The fixes are not the same, or not complete, on all ranks ({size} in the group):"]
-    for state, found in zip(described, details, strict=True):
-        values = [
-            f"{name}={found[name]}" + (f" instead of {right[name]}" if name in right else "")
-            for name in ("te", "package", "mode", "digest")
-            if name not in right or found[name] != right[name]
-        ]
-        if extra := sorted({*found["active"]} - {*right.get("active", found["active"])}):
-            values.append(f"{named(extra)} in addition")
-        if lacking := sorted({*right.get("active", ())} - {*found["active"]}):
-            values.append(f"without {named(lacking)}")
-        _, _, asked, is_asked = struct.unpack(_RECORD, state)
-        values += [f"expects digest {asked.hex()}"] if is_asked else []
-        lines.append(
-            f"  {numbered_ranks(states[state])} (host {found['host']}): {'; '.join([*values, *found['missing']])}"
-        )
+def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the fixes of each group of equal ranks, and how its active fixes differ from the first group's."""
+    usual = {*details[0]["active"]}
+    lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
+    for same, found in zip(ranks, details, strict=False):
+        words = [found["line"]]
+        if lacking := sorted(usual - {*found["active"]}):
+            words.append(f"without {named(lacking)}")
+        if extra := sorted({*found["active"]} - usual):
+            words.append(f"{named(extra)} in addition")
+        lines.append(f"  {numbered_ranks(same)}: {'; '.join([*words, *found['problems']])}")
     return "\n".join(lines)
 
 
@@ -162,7 +115,7 @@ def numbered_ranks(numbers: Sequence[int]) -> str:
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]
     ranges = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]
-    few = ", ".join(ranges[:_MOST_STATES])
+    few = ", ".join(ranges[:_MOST_DESCRIBED])
     if len(numbers) == 1:
         return f"rank {few}"
-    return f"ranks {few}" + (f", ... ({len(numbers)} in all)" if len(ranges) > _MOST_STATES else "")
+    return f"ranks {few}" + (f", ... ({len(numbers)} in all)" if len(ranges) > _MOST_DESCRIBED else "")
