@@ -10,23 +10,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from packaging.version import InvalidVersion, Version
-
-from .fix import OLDEST, Assessment, Fix
-from .fixes import CATALOGUE
+from .fix import Assessment
+from .fixes import CATALOGUE, assess
 from .manifest import BAKE, UNDO, Manifest, ManifestError, digest, read_manifest
 from .patching.installation import Installation
 from .patching.source import Source
 from .settings import Settings
 from .status import BAKED, CANNOT_APPLY, FixStatus, Report, Status, Verdict
 from .text import named
-
-_WITHOUT_BUG = (Status.NOT_NEEDED, Status.NOT_APPLICABLE)
 
 
 @dataclass(frozen=True)
@@ -41,54 +36,18 @@ class Reading:
     def disabled_in_bake(self) -> list[str]:
         return self.manifest.disabled if self.manifest else []
 
-    def status_of(self, fix: Fix) -> FixStatus:
-        """Return the status of a fix if the settings select it and all fixes that it requires are applied."""
-        found = self.assessments[fix.id]
-        status = Status.PENDING if found.verdict == Verdict.APPLICABLE else Status(found.verdict.value)
-        if fix.id in self.disabled_in_bake:
-            status = Status.DISABLED
-        return FixStatus(status, found.reason, fix.upstream, found.targets)
-
 
 def read(source: Source) -> Reading:
-    """Assess a TE. If it is baked, read the verdicts from its manifest; else match every fix."""
+    """Assess a TE. If it is baked, take the verdicts from its manifest; else match every fix.
+
+    A fix that the bake disabled is applicable, because TE has its bug.
+    """
     try:
         manifest = read_manifest(source)
     except ManifestError as error:
         return Reading(source, dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, str(error))))
-    if manifest:
-        return Reading(source, _baked(manifest), manifest)
-    return Reading(source, assess(source))
-
-
-def assess(source: Source) -> dict[str, Assessment]:
-    """Return the assessment of every fix, by matching the fix against the source of a TE."""
-    if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
-        without = Assessment(Verdict.NOT_APPLICABLE, "this TransformerEngine is without PyTorch")
-        return dict.fromkeys(CATALOGUE, without)
-    version = _parsed(source.version)
-    if version and version.release < Version(OLDEST).release:
-        reason = f"version {source.version} is too old ({OLDEST} is the oldest tested); upgrade it, or turn graphs off"
-        return dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, reason))
-    return {fix.id: _checked_by_version(fix, fix.assess(source), version) for fix in CATALOGUE.values()}
-
-
-def _checked_by_version(fix: Fix, found: Assessment, version: Version | None) -> Assessment:
-    """Return the assessment, but ``unrecognized`` if the feature is missing in a version that should have the bug."""
-    if found.verdict != Verdict.NOT_APPLICABLE or version is None or not _must_have_bug(version, fix):
-        return found
-    reason = f"TransformerEngine {version} should have this bug, but its feature was not found: {found.reason}"
-    return Assessment(Verdict.UNRECOGNIZED, reason)
-
-
-def _must_have_bug(version: Version, fix: Fix) -> bool:
-    """Return whether a version should have the bug. A pre-release should have it only if the release before has it."""
-    before = Version(f"{version.major}.{max(version.minor - 1, 0)}")
-    return fix.expected_in(version) and (not version.is_prerelease or fix.expected_in(before))
-
-
-def _baked(manifest: Manifest) -> dict[str, Assessment]:
-    """Return the verdicts on a baked TE. A fix that its bake disabled is applicable: its bug is there."""
+    if manifest is None:
+        return Reading(source, assess(source))
     when = f"when {manifest.by} baked this TransformerEngine"
     known: dict[str, tuple[Verdict, str]] = {
         Status.APPLIED: (Verdict.NOT_NEEDED, f"{BAKED} {manifest.by}"),
@@ -97,21 +56,8 @@ def _baked(manifest: Manifest) -> dict[str, Assessment]:
         Status.NOT_APPLICABLE: (Verdict.NOT_APPLICABLE, f"the feature was not there {when}"),
     }
     unknown = Verdict.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
-    return {fix_id: Assessment(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
-
-
-def expected(fix: Fix, version: str | None) -> Verdict | None:
-    """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None for an invalid version."""
-    if (parsed := _parsed(version)) is None:
-        return None
-    return Verdict.APPLICABLE if fix.expected_in(parsed) else Verdict.NOT_NEEDED
-
-
-def _parsed(version: str | None) -> Version | None:
-    try:
-        return Version(version or "")
-    except InvalidVersion:
-        return None
+    found = {fix_id: Assessment(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
+    return Reading(source, found, manifest)
 
 
 @dataclass(frozen=True)
@@ -149,9 +95,9 @@ class Decision:
         return reason if verdict == Verdict.UNRECOGNIZED and not found else ""
 
     @property
-    def is_outdated(self) -> bool:
-        """Whether another version of this package baked the fixes."""
-        return self.reading.manifest is not None and self.reading.manifest.outdated != ""
+    def outdated(self) -> str:
+        """A message with the remedy if another version of this package baked the fixes, else ""."""
+        return self.reading.manifest.outdated if self.reading.manifest else ""
 
     @property
     def added(self) -> dict[str, str]:
@@ -165,12 +111,12 @@ class Decision:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """Return {selected fix: the disabled fixes that it requires} for fixes that are not disabled by name."""
-        disabled = set(self.disabled)
+        """The reasons of the fixes that are disabled only because they require a disabled fix."""
         selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
         return {
-            fix_id: ", ".join(sorted(with_required([fix_id]) & disabled & self.settings.disable))
-            for fix_id in sorted(disabled & selected - self.settings.disable)
+            fix_id: self.fixes[fix_id].reason
+            for fix_id in self.disabled
+            if fix_id in selected and fix_id not in self.settings.disable
         }
 
     def _having(self, *statuses: Status) -> list[str]:
@@ -182,39 +128,25 @@ def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | N
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """
-    fixes = {fix.id: reading.status_of(fix) for fix in CATALOGUE.values()}
-    for fix_id, reason in (failures or {}).items():
-        fixes[fix_id] = replace(fixes[fix_id], status=Status.FAILED, reason=reason)
-    order = list(TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order())
-    disabled: set[str] = set()  # by the settings. These fixes do not select the fixes that they require
-    for fix_id in order:
-        is_disabled = fix_id in settings.disable or not disabled.isdisjoint(CATALOGUE[fix_id].requires)
-        if is_disabled and fixes[fix_id].status not in _WITHOUT_BUG:
-            disabled.add(fix_id)
+    applicable = {fix_id for fix_id, found in reading.assessments.items() if found.verdict == Verdict.APPLICABLE}
     selected = CATALOGUE.keys() if settings.only is None else settings.only
-    wanted = selected | with_required(
-        fix_id for fix_id in selected - disabled if fixes[fix_id].status == Status.PENDING
-    )
-    for fix_id in order:
-        fix = fixes[fix_id]
-        if fix.status in (*_WITHOUT_BUG, Status.DISABLED):
-            continue
-        if fix_id not in wanted or fix_id in settings.disable:
-            reason = f"disabled by the settings; else {reading.assessments[fix_id].verdict}"
-            fixes[fix_id] = replace(fix, status=Status.DISABLED, reason=reason)
-        elif fix.status == Status.PENDING:
-            fixes[fix_id] = _with_required_statuses(
-                fix, {name: fixes[name].status for name in CATALOGUE[fix_id].requires}
-            )
-    return Decision(reading, settings, fixes)
-
-
-def _with_required_statuses(fix: FixStatus, required: Mapping[str, Status]) -> FixStatus:
-    """Return the status of a fix to apply, but that of a required fix which is disabled or cannot be applied."""
-    for name, status in required.items():
-        if status in (Status.DISABLED, *CANNOT_APPLY):
-            return replace(fix, status=status, reason=f"requires {name}, which is {status}")
-    return fix
+    wanted = selected | with_required(selected & applicable - settings.disable)
+    failures, fixes = failures or {}, dict[str, FixStatus]()
+    for fix_id in TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order():
+        found = reading.assessments[fix_id]
+        status, reason = Status.PENDING if fix_id in applicable else Status(found.verdict.value), found.reason
+        if fix_id in failures:
+            status, reason = Status.FAILED, failures[fix_id]
+        if fix_id in reading.disabled_in_bake:
+            status = Status.DISABLED
+        elif status in (Status.PENDING, *CANNOT_APPLY) and (fix_id not in wanted or fix_id in settings.disable):
+            status, reason = Status.DISABLED, f"disabled by the settings; else {found.verdict}"
+        elif status == Status.PENDING:
+            required = {name: fixes[name].status for name in CATALOGUE[fix_id].requires}
+            if absent := [name for name in required if required[name] in (Status.DISABLED, *CANNOT_APPLY)]:
+                status, reason = required[absent[0]], f"requires {absent[0]}, which is {required[absent[0]]}"
+        fixes[fix_id] = FixStatus(status, reason, CATALOGUE[fix_id].upstream, found.targets)
+    return Decision(reading, settings, {fix_id: fixes[fix_id] for fix_id in CATALOGUE})
 
 
 def with_required(fix_ids: Iterable[str]) -> set[str]:

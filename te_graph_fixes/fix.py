@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from .patching.patch import edits
 from .patching.source import Edit, Source, UnrecognizedError
@@ -28,6 +28,14 @@ GROUPS = (
 
 OLDEST = "2.10"
 """The oldest tested release. No fix is applied to older releases."""
+
+
+def parsed(version: str | None) -> Version | None:
+    """Return a version for comparisons; None if it is unknown or invalid."""
+    try:
+        return Version(version or "")
+    except InvalidVersion:
+        return None
 
 
 @dataclass(frozen=True)
@@ -107,9 +115,18 @@ class Fix:
         """Map ``>=`` to the first release with the bug, and ``<`` to the first release without it."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
-    def expected_in(self, version: Version) -> bool:
-        """Return whether a version's release is expected to have the bug."""
-        return SpecifierSet(self.affected_versions).contains(version.base_version)
+    def expected(self, version: str | None) -> Verdict | None:
+        """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None for an invalid version."""
+        if (found := parsed(version)) is None:
+            return None
+        has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)
+        return Verdict.APPLICABLE if has_bug else Verdict.NOT_NEEDED
+
+    def must_be_needed(self, version: str | None) -> bool:
+        """Return whether a version must have the bug. A pre-release must have it only if the release before has it."""
+        found = parsed(version)
+        before = f"{found.major}.{max(found.minor - 1, 0)}" if found and found.is_prerelease else version
+        return self.expected(version) == self.expected(before) == Verdict.APPLICABLE
 
     @property
     def versions(self) -> str:
@@ -126,13 +143,22 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def assess(self, source: Source) -> Assessment:
-        """Return the assessment of a source. An error in this method is a bug of this package: nothing is changed."""
+        """Return the assessment of a source.
+
+        An error in this method is a bug of this package, and a feature that is missing in a version that must have the
+        bug was overlooked. In both cases the fix is ``unrecognized``, and nothing is changed.
+        """
         try:
-            return self._assess(source)
+            found = self._assess(source)
         except UnrecognizedError as error:
             return Assessment(Verdict.UNRECOGNIZED, str(error))
         except Exception as error:
             return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
+        if found.verdict == Verdict.NOT_APPLICABLE and self.must_be_needed(source.version):
+            version = f"TransformerEngine {source.version}"
+            reason = f"{version} should have this bug, but its feature was not found: {found.reason}"
+            return Assessment(Verdict.UNRECOGNIZED, reason)
+        return found
 
     def _assess(self, source: Source) -> Assessment:
         """Return the assessment. Raise `UnrecognizedError` for two upstream fixes, or the bug and an upstream fix."""
@@ -152,7 +178,7 @@ class Fix:
         try:
             changes = self._edits(source, self.patch)
             if self.base:
-                changes += [edit._replace(is_shared=True) for edit in edits(source, self.base)]
+                changes += [edit._replace(is_shared=True) for edit in self._edits(source, self.base)]
         except UnrecognizedError as error:
             if upstream_fixes:
                 return upstream_fixes[0]

@@ -19,7 +19,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from te_graph_fixes.decision import expected, read
+from te_graph_fixes.decision import read
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Verdict
@@ -32,7 +32,7 @@ def unexpected(tree: Source) -> list[str]:
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
     found = []
     for fix_id, assessment in read(tree).assessments.items():
-        guess = expected(CATALOGUE[fix_id], tree.version)
+        guess = CATALOGUE[fix_id].expected(tree.version)
         verdict = assessment.verdict
         if (Verdict.NOT_NEEDED if verdict == Verdict.NOT_APPLICABLE else verdict) != guess:
             found.append(fix_id)

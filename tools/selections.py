@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import te_graph_fixes
-from te_graph_fixes.decision import assess
+from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, VERBOSE
 from te_graph_fixes.status import Verdict

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from te_graph_fixes.decision import assess, with_required
+from te_graph_fixes.decision import with_required
 from te_graph_fixes.fix import Assessment
+from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..decision import Decision, decide, expected, read, settings_conflict
+from ..decision import Decision, decide, read, settings_conflict
 from ..fixes import CATALOGUE
 from ..manifest import UNDO, Manifest, ManifestError, digest
 from ..patching import PACKAGE, TE
@@ -84,7 +84,7 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(texts.record(decision), indent=2))
     else:
         print(*texts.status(decision, options.all, _where(options)), sep="\n")
-    return int(bool(decision.cannot_apply or decision.is_outdated))
+    return int(bool(decision.cannot_apply or decision.outdated))
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -154,7 +154,7 @@ def _bake(options: argparse.Namespace) -> int:
 
 
 def _check_bake(decision: Decision, where: str) -> int:
-    is_missing = bool(decision.to_apply or decision.cannot_apply or decision.is_outdated)
+    is_missing = bool(decision.to_apply or decision.cannot_apply or decision.outdated)
     advice = f"\nNot all needed fixes are baked. Run:\n  te-graph-fixes bake{where}" if is_missing else ""
     _print_result(texts.summary_line(decision) + advice)
     return int(is_missing)
@@ -243,7 +243,7 @@ def _issue(options: argparse.Namespace) -> int:
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, found in reading.assessments.items():
-        by_version = expected(CATALOGUE[fix_id], source.version)
+        by_version = CATALOGUE[fix_id].expected(source.version)
         verdict = Verdict.NOT_NEEDED if found.verdict == Verdict.NOT_APPLICABLE else found.verdict
         print(
             f"{fix_id}: {found.verdict}" + (f" (expected: {by_version})" if by_version not in (None, verdict) else "")

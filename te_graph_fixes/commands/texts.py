@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import fixes
-from ..decision import Decision, expected, settings_conflict, with_required
+from ..decision import Decision, settings_conflict, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
 from ..manifest import BAKE, UNDO
@@ -82,14 +82,14 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
 def _side_effects(decision: Decision) -> Iterator[str]:
     """Yield a line for each fix that is applied or disabled only because of another fix; nothing if there is none."""
     lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
-    lines += [f"also disabled: {fix_id}, which requires {required}" for fix_id, required in decision.dropped.items()]
+    lines += [f"also disabled: {fix_id} ({reason})" for fix_id, reason in decision.dropped.items()]
     if lines:
         yield ""
         yield from lines
 
 
 def _next_steps(decision: Decision, where: str) -> Iterator[str]:
-    if decision.is_outdated:
+    if decision.outdated:
         yield f"\nAnother version of te-graph-fixes baked this TransformerEngine. Replace its fixes:\n  {BAKE}{where}"
     elif decision.cannot_apply:
         yield f"\nFor details about the bugs that cannot be fixed:\n  te-graph-fixes issue{where}"
@@ -107,7 +107,7 @@ def record(decision: Decision) -> dict[str, Any]:
     fixes = {
         fix_id: {
             "status": Verdict.APPLICABLE if fix.status == Status.PENDING else fix.status,
-            "expected": expected(CATALOGUE[fix_id], decision.source.version),
+            "expected": CATALOGUE[fix_id].expected(decision.source.version),
             "reason": fix.reason,
             "upstream": fix.upstream,
         }
@@ -117,7 +117,7 @@ def record(decision: Decision) -> dict[str, Any]:
         "te_graph_fixes_version": __version__,
         "te_version": decision.source.version,
         "source": decision.source.location,
-        "outdated": decision.is_outdated,
+        "outdated": bool(decision.outdated),
         "fixes": fixes,
     }
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 
-from ..fix import Fix
+from packaging.version import Version
+
+from ..fix import OLDEST, Assessment, Fix, parsed
+from ..patching.source import Source
+from ..status import Verdict
 
 
 def _catalogue() -> dict[str, Fix]:
@@ -20,3 +25,15 @@ def _catalogue() -> dict[str, Fix]:
 
 CATALOGUE = _catalogue()
 """Every fix of this package by its id."""
+
+
+def assess(source: Source) -> dict[str, Assessment]:
+    """Return the assessment of every fix, by matching the fix against the source of a TransformerEngine."""
+    if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
+        without = Assessment(Verdict.NOT_APPLICABLE, "this TransformerEngine is without PyTorch")
+        return dict.fromkeys(CATALOGUE, without)
+    version = parsed(source.version)
+    if version and version.release < Version(OLDEST).release:
+        reason = f"version {source.version} is too old ({OLDEST} is the oldest tested); upgrade it, or turn graphs off"
+        return dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, reason))
+    return {fix.id: fix.assess(source) for fix in CATALOGUE.values()}

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from te_graph_fixes.checking import EXIT_MISMATCH, Options
-from te_graph_fixes.decision import assess
-from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.fixes import CATALOGUE, assess
 from te_graph_fixes.patching.source import Source
 from tests.support.child import ROOT, on_simulator, python, simulate
 from tests.verify.cases import CASES

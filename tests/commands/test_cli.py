@@ -205,7 +205,7 @@ def test_status_names_the_fixes_that_are_added_or_dropped(cli: Cli, monkeypatch:
     assert "\nalso applied: stale-fp8-weights, required by warmup-reset\n" in out
     monkeypatch.setenv(DISABLE, "stale-fp8-weights")
     out = cli("status", "--source", source("2.12.0"))[1]
-    assert "\nalso disabled: warmup-reset, which requires stale-fp8-weights" in out
+    assert "\nalso disabled: warmup-reset (requires stale-fp8-weights, which is disabled)" in out
 
 
 def test_the_package_folder_itself(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from te_graph_fixes import fixes
-from te_graph_fixes.decision import expected
 from te_graph_fixes.fix import GROUPS, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
@@ -72,13 +71,13 @@ def test_an_empty_te_is_never_edited(fix: Fix, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.0+5671fd36", "2.12.0.dev0+abc", "2.12.0rc1"])
 def test_local_labels_and_development_versions_count_as_their_release(version: str) -> None:
-    assert expected(CATALOGUE["warmup-reset"], version) == Verdict.APPLICABLE
-    assert expected(CATALOGUE["warmup-reset"], version.replace("2.12", "2.14")) == "not-needed"
+    assert CATALOGUE["warmup-reset"].expected(version) == Verdict.APPLICABLE
+    assert CATALOGUE["warmup-reset"].expected(version.replace("2.12", "2.14")) == "not-needed"
 
 
 @pytest.mark.parametrize("version", [None, "", "unknown"])
 def test_an_unknown_version_leads_one_to_expect_nothing(version: str | None) -> None:
-    assert expected(CATALOGUE["warmup-reset"], version) is None
+    assert CATALOGUE["warmup-reset"].expected(version) is None
 
 
 def module(fix: Fix) -> object:

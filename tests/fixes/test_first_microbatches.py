@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import assess
+from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Verdict
 from tests.support.child import require_wrong, run_program

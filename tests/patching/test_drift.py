@@ -19,9 +19,9 @@ import pytest
 from packaging.version import Version
 
 from te_graph_fixes.commands.cli import main
-from te_graph_fixes.decision import Reading, assess, decide, expected, read
+from te_graph_fixes.decision import Reading, decide, read
 from te_graph_fixes.fix import OLDEST, Assessment, Fix
-from te_graph_fixes.fixes import CATALOGUE
+from te_graph_fixes.fixes import CATALOGUE, assess
 from te_graph_fixes.patching.installation import FunctionPatch, compile_patches, patched
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
@@ -41,7 +41,7 @@ def wanted(fix: Fix, version: str) -> Verdict | None:
     if Version(version) < Version(OLDEST):
         return Verdict.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))
-    return Verdict.NOT_APPLICABLE if lacks else expected(fix, version)
+    return Verdict.NOT_APPLICABLE if lacks else fix.expected(version)
 
 
 def words(found: Mapping[str, Assessment]) -> dict[str, str]:

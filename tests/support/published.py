@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.decision import assess
 from te_graph_fixes.fix import Assessment
+from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Verdict
 
