@@ -15,8 +15,6 @@ from __future__ import annotations
 import _imp
 import contextlib
 import importlib
-import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -26,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .messages import FixNotAppliedError, TEGraphFixesWarning, print_status_line, problem_summary
-from .patching import PACKAGE, TE
+from .patching import PACKAGE
 from .ranks import is_first_on_host
 from .settings import Settings, unknown_variables
 from .status import FixStatus, Report, Status
@@ -43,7 +41,6 @@ _NOT_LOADED = (
     "imported before the bake, or its bytecode is old (delete __pycache__ and PYTHONPYCACHEPREFIX), or another package "
     "has replaced the code"
 )
-_logger = logging.getLogger("te_graph_fixes")
 
 
 def require_wrapt() -> None:
@@ -114,7 +111,8 @@ class _Activation:
             if not self._is_watching:
                 self._is_watching = True
                 self._watch()
-        _wait_for_other_threads()
+        # Another thread may have started to import TE before the hook was registered. Wait until it has finished.
+        importlib._bootstrap._lock_unlock_module(PACKAGE)  # type: ignore[attr-defined]
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
@@ -172,6 +170,8 @@ class _Activation:
 
     def _apply(self) -> None:
         """Apply the fixes to the imported TE, and print the status line."""
+        from .manifest import UNDO
+
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
@@ -180,16 +180,18 @@ class _Activation:
             try:
                 self._install(settings)
             except Exception as error:  # this package's bugs must not break the import of TE
-                _logger.debug("the installation failed", exc_info=True)
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             report = self._report_if_off() if settings.off else self.report()
-            problems = "" if settings.off else "\n".join(filter(None, [self._conflict(), problem_summary(report)]))
+            decision, problems = self._decision, ""
+            if not settings.off:
+                from .decision import settings_conflict
+
+                conflict = (decision.outdated or settings_conflict(decision)) if decision else ""
+                problems = "\n".join(filter(None, [conflict, problem_summary(report)]))
             if problems and settings.strict:
                 self._uninstall()
                 self._failure = "nothing was changed: strict mode raised an error"
                 report = self.report()
-        from .manifest import UNDO
-
         is_undone_by_bake = settings.off and report.mode == "baked"
         print_status_line(report, settings.verbose, f' undo="{UNDO}"' if is_undone_by_bake else "")
         if problems and settings.strict:
@@ -197,15 +199,6 @@ class _Activation:
         _warn(problems)
         if is_first_on_host() and not settings.off:
             _warn("\n".join(report.copy_warnings()))
-
-    def _conflict(self) -> str:
-        """Return how a bake differs from this package's version or the settings, as a sentence; "" if they agree."""
-        from .decision import settings_conflict
-
-        manifest = self._decision.reading.manifest if self._decision else None
-        if self._decision is None or manifest is None:
-            return ""
-        return manifest.outdated or settings_conflict(self._decision)
 
     def _report_if_off(self) -> Report:
         """Return the report, or an empty one after an error, because turning the fixes off must always work."""
@@ -327,28 +320,6 @@ def _baked_statuses(decision: Decision, is_loaded: bool) -> dict[str, tuple[Stat
 def _warn(text: str) -> None:
     if text:
         warn_once(text, category=TEGraphFixesWarning)
-
-
-def _wait_for_other_threads() -> None:
-    """Wait until no other thread is importing TE. Such a thread may have started before the hook was registered.
-
-    `import_module` waits for such a thread. If there is none, the finder below raises an error before this thread
-    imports TE.
-    """
-    thread = threading.get_ident()
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> None:
-            if name in (TE, PACKAGE) and threading.get_ident() == thread:
-                raise ModuleNotFoundError(f"no other thread imports {name}", name=name)
-
-    sys.meta_path.insert(0, Finder)
-    try:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(PACKAGE)
-    finally:
-        sys.meta_path.remove(Finder)
 
 
 def loaded(name: str) -> bool:

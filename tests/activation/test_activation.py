@@ -310,7 +310,7 @@ for sequence in {SEQUENCES}:
 
 def test_modules_keep_their_own_loader(world: World) -> None:
     world.run("""
-import inspect, linecache, pickle, te_graph_fixes, transformer_engine.pytorch as te
+import inspect, pickle, te_graph_fixes, transformer_engine.pytorch as te
 for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.graph", "transformer_engine.pytorch.linear"):
     module = sys.modules[name]
     assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader, name
@@ -320,8 +320,6 @@ assert te.capture.__doc__ == "The docstring."
 for function in (te.capture, te.Linear.forward):
     source = inspect.getsource(function)
     assert "right" in source and "wrong" not in source
-    linecache.clearcache()
-    assert inspect.getsource(function) == source
 """)
 
 
