@@ -2,7 +2,8 @@
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
 digests of its operations and of its results. The last line names those of the ``FUNCTIONS`` (a JSON list of pairs of
-module and name) that ran. PART is as in `tests.support.recipe_matrix`; ``FULL_LOG=1`` prints operations, not digests.
+module and name) that ran. PART, such as ``2/7``, selects every seventh program from the second on. ``FULL_LOG=1``
+prints operations instead of digests.
 """
 
 from __future__ import annotations

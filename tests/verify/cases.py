@@ -66,6 +66,8 @@ UNEVEN_SENDS = (
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
 """The schedule of one of two stages: two chunks, four microbatches."""
 
+BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
+
 SKIP, WARMUP, ORDER = "grouped-linear-skip-flag", "warmup-reset", "backward-dw-order"
 PARAM_GRADS, HOOKS, HOOK_ORDER = "param-grad-lifetime", "backward-dw-hooks", "wgrad-hook-order"
 DELIVERY, PRESWIZZLE, TRANSPOSES = "delayed-wgrad-delivery", "nvfp4-weight-preswizzle", "fp8-weight-transposes"
@@ -441,12 +443,24 @@ _BESIDE = (
     _program("spoiled-capture", ("failed-capture-state",), recipe="delayed", events=("failed_capture 5 6", "step")),
     _program("other-needs-of-gradients", ("static-buffer-reuse",), modules=("linear", "linear"),
         order=(1, 1, -1, 1, -1, -1), layers_as_chunks=True, reuse=True, input_grads=False, events=("step",)),
+    _programs("uneven-experts", (), {
+        f"{kind}, {recipe}": {"modules": (kind,), "recipe": recipe}
+        for kind in ("uneven_experts", "padded_experts")
+        for recipe in ("delayed", "current", "block")
+    }, order=(1, 1, -1, 1, -1, -1), weights="cached", hidden=128),
+    *(
+        _programs(f"uneven-experts-{recipe}", (), {
+            "list of splits": {"modules": ("uneven_experts",)},
+            "padded": {"modules": ("padded_experts",)},
+            "splits on the GPU": {"modules": ("experts_on_gpu",)},
+            "operation": {"modules": ("grouped_operation",), "weights": "plain"},
+        }, recipe=recipe, order=(1, 1, -1, 1, -1, -1), weights="cached", hidden=128)
+        for recipe in BLACKWELL_RECIPES
+    ),
     _program("none-output-and-reuse", (), modules=("WithNone", "linear"), order=(1, 1, -1, -1), reuse=True,
         events=("step",)),
 )
 # fmt: on
-
-BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:

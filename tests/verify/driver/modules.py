@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.module import grouped_linear as grouped_linear_of_te
 
+from .program import Skipped
 from .setting import OPTIONS, TOKENS, autocast, hidden, program, the_tracker, tracker
 
 MODULES: dict[str, Callable[[], Any]] = {}
@@ -45,13 +49,71 @@ class Special(te.Linear):
     """A subclass of `te.Linear`, as the MoE layer of Megatron-Core is a subclass of the dense layer."""
 
 
+UNEVEN = [TOKENS // 2, 0, TOKENS // 2]
+
+
+class UnevenExperts(te.GroupedLinear):
+    """Three experts, one of which receives no tokens."""
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x, UNEVEN, **marks)
+
+
+class ExpertsOnGpu(te.GroupedLinear):
+    """Experts of TE's kernels for grouped tensors. Only the GPU knows their numbers of tokens."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        if not hasattr(grouped_linear_of_te._GroupedLinear, "_make_grouped_tensor"):
+            raise Skipped("GroupedLinear has no kernels for grouped tensors before TransformerEngine 2.17")
+        os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
+        if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # TE 2.20
+            options["use_grouped_tensor"] = True
+        super().__init__(*sizes, **options)
+        self.splits = torch.tensor(UNEVEN, device="cuda")
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        return super().forward(x, self.splits, **marks)
+
+
+class PaddedExperts(te.GroupedLinear):
+    """Two experts whose numbers of tokens no FP8 recipe accepts, so that TE's modules pad and unpad them."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.pad, self.unpad = te.Fp8Padding(2), te.Fp8Unpadding(2)
+
+    def forward(self, x: torch.Tensor, **marks: bool) -> Any:
+        splits = [TOKENS // 2 - 7, TOKENS // 2 + 7]
+        rows, padded_splits = self.pad(x, splits)
+        return self.unpad(super().forward(rows, padded_splits, **marks), splits)
+
+
 grouped_linear = made("grouped_linear", Experts, 2)
+uneven_experts = made("uneven_experts", UnevenExperts, 3)
+experts_on_gpu = made("experts_on_gpu", ExpertsOnGpu, 3)
+padded_experts = made("padded_experts", PaddedExperts, 2)
 subclassed = made("subclassed", Special)
 
 
 @module
 def operation() -> Any:
     return te.ops.Linear(hidden(), hidden(), bias=program.bias, dtype=torch.bfloat16, device="cuda")
+
+
+@module
+def grouped_operation() -> Any:
+    """Return three experts of `te.ops`, one of which receives no tokens."""
+    kind = getattr(te.ops, "GroupedLinear", None)
+    if kind is None:
+        raise Skipped("te.ops has no GroupedLinear before TransformerEngine 2.14")
+    on_gpu = hasattr(kind, "_fuser_forward_grouped_tensor")
+    splits = torch.tensor(UNEVEN, device="cuda" if on_gpu else "cpu")
+
+    class Grouped(te.ops.Sequential):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x, splits)
+
+    return Grouped(kind(3, hidden(), hidden(), bias=False, dtype=torch.bfloat16, device="cuda"))
 
 
 @module
