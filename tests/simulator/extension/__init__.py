@@ -12,9 +12,7 @@ import importlib.abc
 import importlib.machinery
 import itertools
 import sys
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from . import activation, blocks, enums, gemm, general, grouped, normalization, optimizer, quantize
 
@@ -22,13 +20,13 @@ MODULE = "transformer_engine_torch"
 _PARTS = (activation, blocks, enums, gemm, general, grouped, normalization, optimizer, quantize)
 
 
-def install() -> None:
+def install():
     """Install the stand-in under the name of TE's extension, and stop TE from searching for the real one."""
     module = ModuleType(MODULE, __doc__)
     for part in _PARTS:
         for name in part.__all__:
             setattr(module, name, getattr(part, name))
-    module.__getattr__ = _missing_from(module)  # type: ignore[method-assign]
+    module.__getattr__ = _missing_from(module)
     sys.modules[MODULE] = module
     common = sys.modules.get("transformer_engine.common")
     if common is not None:
@@ -36,8 +34,8 @@ def install() -> None:
     sys.meta_path.insert(0, _CommonFinder())
 
 
-def _missing_from(module: ModuleType) -> Any:
-    def look_up(name: str) -> Any:
+def _missing_from(module):
+    def look_up(name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Missing(name, (), {})
@@ -50,18 +48,18 @@ class _Missing(type):
 
     _numbers = itertools.count(1000)
 
-    def __init__(cls, *args: Any) -> None:
+    def __init__(cls, *args):
         super().__init__(*args)
         cls._number = next(_Missing._numbers)
         cls.__members__: dict[str, _Missing] = {}  # as in an enumeration: the values that TE has read
 
-    def __int__(cls) -> int:
+    def __int__(cls):
         return cls._number
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args, **kwargs):
         raise NotImplementedError(f"simulator: {MODULE}.{cls.__name__} is not implemented")
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         member = _Missing(f"{cls.__name__}.{name}", (), {})
@@ -73,18 +71,16 @@ class _Missing(type):
 class _CommonFinder(importlib.abc.MetaPathFinder):
     """Replaces ``transformer_engine.common.load_framework_extension`` as soon as that module has been executed."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname, path, target=None):
         if fullname != "transformer_engine.common":
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
+            def exec_module(module):
                 execute(module)
-                module.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
+                module.load_framework_extension = lambda framework: None
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec

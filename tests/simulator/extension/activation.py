@@ -14,21 +14,21 @@ from .quantize import bgrad_quantize, cast
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def gelu_value(x: torch.Tensor) -> torch.Tensor:
+def gelu_value(x):
     """Return GELU with the tanh approximation, as in TE."""
     return F.gelu(x, approximate="tanh")
 
 
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+def _quick_gelu(x):
     return x * torch.sigmoid(1.702 * x)
 
 
-def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+def _squared_relu(x):
     return torch.relu(x).square()
 
 
-def _gated(function: Function) -> Function:
-    def gated(x: torch.Tensor) -> torch.Tensor:
+def _gated(function):
+    def gated(x):
         activated, gate = x.chunk(2, dim=-1)
         return function(activated) * gate
 
@@ -44,8 +44,8 @@ _GATED: dict[str, Function] = {
 }  # fmt: skip
 
 
-def _forward(name: str, function: Function, halves: bool) -> Callable[..., Any]:
-    def activation(tensor: torch.Tensor, quantizer: Any) -> Any:
+def _forward(name, function, halves):
+    def activation(tensor, quantizer):
         width = tensor.shape[-1] // 2 if halves else tensor.shape[-1]
         out = torch.empty([*tensor.shape[:-1], width], dtype=tensor.dtype)
         launch(_activate, [out], out, tensor, function)
@@ -55,33 +55,33 @@ def _forward(name: str, function: Function, halves: bool) -> Callable[..., Any]:
     return activation
 
 
-def _backward(name: str, function: Function) -> Callable[..., Any]:
-    def activation_backward(grad: torch.Tensor, tensor: torch.Tensor, quantizer: Any) -> Any:
+def _backward(name, function):
+    def activation_backward(grad, tensor, quantizer):
         return cast(_gradient(function, grad, tensor), quantizer)
 
     activation_backward.__name__ = name
     return activation_backward
 
 
-def _backward_with_bias(name: str, function: Function) -> Callable[..., Any]:
-    def activation_backward(grad: torch.Tensor, tensor: torch.Tensor, quantizer: Any) -> Any:
+def _backward_with_bias(name, function):
+    def activation_backward(grad, tensor, quantizer):
         return bgrad_quantize(_gradient(function, grad, tensor), quantizer)
 
     activation_backward.__name__ = name
     return activation_backward
 
 
-def _gradient(function: Function, grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _gradient(function, grad, tensor):
     result = torch.empty(tensor.shape, dtype=tensor.dtype)
     launch(_differentiate, [result], result, grad, tensor, function)
     return result
 
 
-def _activate(out: torch.Tensor, tensor: torch.Tensor, function: Function) -> None:
+def _activate(out, tensor, function):
     out.copy_(function(tensor.float()))
 
 
-def _differentiate(result: torch.Tensor, grad: torch.Tensor, tensor: torch.Tensor, function: Function) -> None:
+def _differentiate(result, grad, tensor, function):
     with torch.enable_grad():
         at = tensor.float().detach().requires_grad_()
         (gradient,) = torch.autograd.grad(function(at), at, grad.float())

@@ -15,7 +15,6 @@ import importlib
 import inspect
 import math
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,14 +67,14 @@ class Part(NamedTuple):
     scale_inv = None
     """What a product is multiplied with besides: nothing."""
 
-    def lines(self) -> torch.Tensor:
+    def lines(self):
         """Return the data as a matrix of bytes with blocks along its rows."""
         if self.columnwise and not self.upright:
             return self.data.reshape(self.data.shape[0], -1)
         data = self.data.reshape(-1, self.data.shape[-1])
         return data.t() if self.upright else data
 
-    def scales(self) -> torch.Tensor:
+    def scales(self):
         """Return the scales without padding, a row for each line of blocks; a view of them unless they are swizzled."""
         lines, columns = self.lines().shape
         if self.kind == TILED:
@@ -86,7 +85,7 @@ class Part(NamedTuple):
             scale = formats.unswizzle(self.scale.view(scale.shape))
         return scale[:lines, : -(-columns // MX_BLOCK) if self.kind == MX else columns * 2 // NV_BLOCK]
 
-    def matrix(self, to: torch.dtype = torch.float64) -> torch.Tensor:
+    def matrix(self, to=torch.float64):
         """Return the values that data and scales encode, in the tensor's layout."""
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
@@ -101,7 +100,7 @@ class Part(NamedTuple):
             values = values * formats.spread(scale.to(to), self.height, codes.shape)
         return values.t() if self.columnwise else values
 
-    def store(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    def store(self, codes, scale):
         """Write codes and scales that have blocks along rows. The padding of unswizzled scales does not change."""
         self.data.copy_((codes.t() if self.upright else codes).reshape(self.data.shape))
         if self.swizzled:
@@ -109,23 +108,23 @@ class Part(NamedTuple):
         else:
             self.scales().copy_(scale)
 
-    def padded_and_swizzled(self, scale: torch.Tensor) -> torch.Tensor:
+    def padded_and_swizzled(self, scale):
         """Return the scales of this part in the order of a GEMM, padded with zeros."""
         padded = torch.zeros_like(self.scale.t() if self.upright else self.scale)
         padded[: scale.shape[0], : scale.shape[1]] = scale
         return formats.swizzle(padded).view(self.scale.shape)
 
 
-def is_block_scaled(value: Any) -> bool:
+def is_block_scaled(value):
     """Return whether the argument is a quantizer or a tensor of these formats."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value):
     return next(kind for kind in (MX, NV, TILED) if type(value).__name__.startswith(kind))
 
 
-def shape_of(tensor: Any) -> list[int]:
+def shape_of(tensor):
     """Return the shape of any tensor, quantized or not."""
     if getattr(tensor, "_data", tensor) is None:  # size() has one order of the dimensions for two of them only
         first, *rest = tensor._transpose.shape
@@ -139,7 +138,7 @@ def shape_of(tensor: Any) -> list[int]:
     return [*rest[:-1], pack * rest[-1], first]
 
 
-def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def empty(quantizer, shape, dtype):
     """Return a tensor of TE's own class without content."""
     fields = {
         name: torch.empty(size, dtype=kind) if wanted else None
@@ -149,7 +148,7 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     return _construct(quantizer, shape, dtype, fields, _kernel_swizzles(quantizer, shape), quantizer.internal)
 
 
-def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Any]:
+def empty_parts(quantizers, shapes, dtype):
     """Return tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
     parts: list[dict[str, Any]] = [{} for _ in quantizers]
     for columnwise, wanted in usages_of(quantizers[0]):
@@ -170,7 +169,7 @@ def empty_parts(quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtyp
     return [_construct(quantizer, shape, dtype, part, swizzled, internal=True) for quantizer, shape, part in rows]
 
 
-def match_usage(output: Any, quantizer: Any) -> None:
+def match_usage(output, quantizer):
     """Add the parts that the quantizer requests to a tensor, and remove all others."""
     shape = shape_of(output)
     for columnwise, wanted in usages_of(quantizer):
@@ -186,7 +185,7 @@ def match_usage(output: Any, quantizer: Any) -> None:
         output._fp8_dtype = quantizer.dtype
 
 
-def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor | None) -> None:
+def cast(tensor, quantizer, output, noop):
     """Quantize into ``output``, which has the parts that the quantizer requests. If ``noop`` is 1, do nothing."""
     refuse(quantizer)
     parts = [_part(output, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
@@ -217,13 +216,13 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any, noop: torch.Tensor |
         launch(cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
 
 
-def swizzle_after_quantize(tensor: Any, quantizer: Any) -> None:
+def swizzle_after_quantize(tensor, quantizer):
     """Move the scales to new memory, as ``tex.quantize`` of TE 2.17 and later does at its end, with any no-op flag."""
     if _swizzles_after() and quantizer.optimize_for_gemm:
         swizzle_scales_for_gemm_(tensor)
 
 
-def swizzle_scales_for_gemm_(tensor: Any) -> None:
+def swizzle_scales_for_gemm_(tensor):
     """Replace the scales of a tensor by new ones in the order of a GEMM, unless they have this order."""
     if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
@@ -234,7 +233,7 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
     tensor._with_gemm_swizzled_scales = True
 
 
-def nvfp4_data_transpose(data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def nvfp4_data_transpose(data, *, out=None):
     """Return the transpose of a matrix of E2M1 codes, which are two to a byte before and after."""
     rows, columns = data.shape
     if rows % 2:
@@ -245,12 +244,12 @@ def nvfp4_data_transpose(data: torch.Tensor, *, out: torch.Tensor | None = None)
     return out
 
 
-def nvfp4_2d_scale_transpose(scale: torch.Tensor, out: torch.Tensor, high: int, wide: int) -> None:
+def nvfp4_2d_scale_transpose(scale, out, high, wide):
     """Return the scales of the transpose of ``high`` x ``wide`` blocks, one for each row. Their padding stays."""
     launch(_transpose_scales, [out], scale, out, high, wide)
 
 
-def for_gemm(operands: Sequence[Any]) -> list[Any]:
+def for_gemm(operands):
     """Return operands as a GEMM reads them. Scales that are not swizzled are swizzled into one new buffer."""
     places, total = {}, 0
     for index, part in enumerate(operands):
@@ -260,7 +259,7 @@ def for_gemm(operands: Sequence[Any]) -> list[Any]:
             places[index] = slice(start, total)
     buffer = torch.empty(total, dtype=torch.uint8) if places else None
 
-    def ready(index: int, part: Any) -> Any:
+    def ready(index, part):
         if isinstance(part, Part) and part.kind == TILED and sm_arch() >= 100:
             return _as_mxfp8(part)
         if buffer is None or index not in places:
@@ -272,14 +271,14 @@ def for_gemm(operands: Sequence[Any]) -> list[Any]:
     return [ready(index, part) for index, part in enumerate(operands)]
 
 
-def operand(tensor: Any, columnwise: bool) -> Part:
+def operand(tensor, columnwise):
     """Return the part of ``tensor`` that a GEMM reads."""
     if getattr(tensor, f"_{_side(columnwise)}_data") is None:
         raise RuntimeError(f"simulator: the GEMM needs {_side(columnwise)} data, which the tensor does not have")
     return _part(tensor, columnwise)
 
 
-def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(tensor, dtype):
     """Return the values of a block-scaled tensor in a wider type."""
     if tensor._rowwise_data is None and kind_of(tensor) != MX:
         raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
@@ -288,12 +287,12 @@ def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def skipped(noop: torch.Tensor | None) -> bool:
+def skipped(noop):
     """Return whether a no-op flag exists and is set."""
     return noop is not None and noop.numel() > 0 and noop.item() == 1.0
 
 
-def _as_mxfp8(part: Part) -> Part:
+def _as_mxfp8(part):
     """Return a part of block-scaled FP8 as one of MXFP8: the same codes, with new, swizzled scales."""
     lines, columns = part.lines().shape
     scale = torch.empty([tiles(lines) * 128, tiles(columns) * 4], dtype=torch.uint8)
@@ -301,19 +300,19 @@ def _as_mxfp8(part: Part) -> Part:
     return part._replace(kind=MX, scale=scale, swizzled=True)
 
 
-def _side(columnwise: bool) -> str:
+def _side(columnwise):
     return "columnwise" if columnwise else "rowwise"
 
 
-def usages_of(quantizer: Any) -> tuple[tuple[bool, bool], ...]:
+def usages_of(quantizer):
     return (False, quantizer.rowwise_usage), (True, quantizer.columnwise_usage)
 
 
-def _is_swizzled(tensor: Any) -> bool:
+def _is_swizzled(tensor):
     return bool(getattr(tensor, "_with_gemm_swizzled_scales", False))  # since TE 2.12
 
 
-def _part(tensor: Any, columnwise: bool) -> Part:
+def _part(tensor, columnwise):
     kind, side = kind_of(tensor), _side(columnwise)
     return Part(
         kind,
@@ -329,20 +328,20 @@ def _part(tensor: Any, columnwise: bool) -> Part:
     )
 
 
-def _marks(quantizer: Any) -> dict[str, Any]:
+def _marks(quantizer):
     """Return the attributes of a tensor that describe its quantization: row scales since TE 2.16, 4over6 since 2.17."""
     names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
     return {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
 
 
-def _error_of(quantizer: Any) -> formats.FourOverSix | None:
+def _error_of(quantizer):
     if not _marks(quantizer).get("nvfp4_use_4over6"):
         return None
     scaled = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
     return formats.FourOverSix(quantizer.nvfp4_4over6_err_mode == "MSE", scaled)
 
 
-def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tuple[str, list[int], torch.dtype]]:
+def fields_of(quantizer, shape, columnwise):
     """Return name, shape and type of the fields of one part of a tensor."""
     kind, side = kind_of(quantizer), _side(columnwise)
     rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -371,9 +370,7 @@ def fields_of(quantizer: Any, shape: Sequence[int], columnwise: bool) -> list[tu
     ]
 
 
-def _construct(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, fields: dict[str, Any], swizzled: bool, internal: bool
-) -> Any:
+def _construct(quantizer, shape, dtype, fields, swizzled, internal):
     kind = kind_of(quantizer)
     name, file = ("Float8BlockwiseQ", "float8_blockwise") if kind == TILED else (kind, kind.lower())
     module = importlib.import_module(f"transformer_engine.pytorch.tensor.{file}_tensor")
@@ -396,7 +393,7 @@ def _construct(
     return tensor
 
 
-def refuse(quantizer: Any) -> None:
+def refuse(quantizer):
     """Raise an error for options that would change the numbers and are not simulated, also those of a later TE."""
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
@@ -413,7 +410,7 @@ def refuse(quantizer: Any) -> None:
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
 
 
-def _refuse_shapes(quantizer: Any, tensor: torch.Tensor) -> None:
+def _refuse_shapes(quantizer, tensor):
     """Raise an error for shapes that row scales and 4over6 do not support. Since TE 2.19 columns have scales too."""
     four, rows = (_marks(quantizer).get(name) for name in ("nvfp4_use_4over6", "row_scaled_nvfp4"))
     even = tensor.dtype == torch.bfloat16 and not any(n % 32 for n in (math.prod(tensor.shape[:-1]), tensor.shape[-1]))
@@ -429,7 +426,7 @@ def _refuse_shapes(quantizer: Any, tensor: torch.Tensor) -> None:
         raise NotImplementedError("simulator: column-wise parts of row-scaled NVFP4 with 4over6")
 
 
-def random_states(number: int) -> torch.Tensor:
+def random_states(number):
     """Return the seed of each kernel's random numbers, drawn from the default generator at each replay."""
     states = torch.empty(number, 2, dtype=torch.int64)
     launch(_draw, [states], states)
@@ -440,7 +437,7 @@ def random_states(number: int) -> torch.Tensor:
 
 
 @functools.cache
-def _swizzles_after() -> bool:
+def _swizzles_after():
     """Return whether TE swizzles scales after the quantization (2.17 and later)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -448,7 +445,7 @@ def _swizzles_after() -> bool:
 
 
 @functools.cache
-def _swizzles_2d() -> bool:
+def _swizzles_2d():
     """Return whether TE swizzles the scales of 2D blocks (2.18 and later)."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -456,18 +453,18 @@ def _swizzles_2d() -> bool:
 
 
 @functools.cache
-def _scales_columns() -> bool:
+def _scales_columns():
     """Return whether columns have scales, too (TE 2.19 and later)."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
     return "transb" in inspect.signature(gemm._nvfp4_row_scaled_gemm_inputs).parameters
 
 
-def _sm_100_to_110() -> bool:
+def _sm_100_to_110():
     return 100 <= sm_arch() <= 110
 
 
-def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = False) -> bool:
+def _kernel_swizzles(quantizer, shape, in_split=False):
     """Return whether the kernel that quantizes writes its scales in the order of a GEMM."""
     if kind_of(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
         return False
@@ -485,29 +482,29 @@ def _kernel_swizzles(quantizer: Any, shape: Sequence[int], in_split: bool = Fals
 # The kernels.
 
 
-def _swizzle(scale: torch.Tensor, part: Part) -> None:
+def _swizzle(scale, part):
     scale.copy_(part.padded_and_swizzled(part.scales()))
 
 
-def _dequantize(result: torch.Tensor, part: Part) -> None:
+def _dequantize(result, part):
     result.copy_(part.matrix(torch.float32).reshape(result.shape))
 
 
-def _transpose_codes(out: torch.Tensor, data: torch.Tensor) -> None:
+def _transpose_codes(out, data):
     codes = torch.stack([data & 15, data >> 4], dim=-1).reshape(len(data), -1).t()
     out.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
 
 
-def _transpose_scales(scale: torch.Tensor, out: torch.Tensor, high: int, wide: int) -> None:
+def _transpose_scales(scale, out, high, wide):
     of_blocks = scale[: high * NV_BLOCK : NV_BLOCK, :wide]
     out[: wide * NV_BLOCK, :high] = of_blocks.t().repeat_interleave(NV_BLOCK, dim=0)
 
 
-def _draw(states: torch.Tensor) -> None:
+def _draw(states):
     states.random_()
 
 
-def cast_mx(tensor: torch.Tensor, parts: Sequence[Part], height: int, noop: torch.Tensor | None) -> None:
+def cast_mx(tensor, parts, height, noop):
     if skipped(noop):
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
@@ -516,9 +513,7 @@ def cast_mx(tensor: torch.Tensor, parts: Sequence[Part], height: int, noop: torc
         part.store(*formats.encode_mxfp8(rows.t() if part.columnwise else rows, part.dtype, height))
 
 
-def _cast_tiles(
-    tensor: torch.Tensor, parts: Sequence[Part], power_of_two: bool, epsilon: float, noop: torch.Tensor | None
-) -> None:
+def _cast_tiles(tensor, parts, power_of_two, epsilon, noop):
     if skipped(noop):
         return
     rows, infinite = tensor.float().reshape(-1, tensor.shape[-1]), torch.finfo(tensor.dtype).max
@@ -528,7 +523,7 @@ def _cast_tiles(
         part.store(*formats.encode_tiles(values, part.dtype, part.height, power_of_two, epsilon, infinite))
 
 
-def _convert_scales(scale: torch.Tensor, part: Part) -> None:
+def _convert_scales(scale, part):
     lines, columns = part.lines().shape
     bits = part.scales().contiguous().view(torch.int32)
     exponents = (bits >> 23).to(torch.uint8).repeat_interleave(part.height, dim=0)[:lines]
@@ -537,15 +532,7 @@ def _convert_scales(scale: torch.Tensor, part: Part) -> None:
     scale.copy_(formats.swizzle(padded))
 
 
-def cast_nv(
-    tensor: torch.Tensor,
-    parts: Sequence[Part],
-    height: int,
-    rht: torch.Tensor | None,
-    states: torch.Tensor | None,
-    noop: torch.Tensor | None,
-    error: formats.FourOverSix | None = None,
-) -> None:
+def cast_nv(tensor, parts, height, rht, states, noop, error=None):
     """``height`` is that of a block; ``rht``, a matrix, transforms the column-wise values; ``states`` seed rounding.
 
     ``error`` is what 4over6 compares; without it there is none.

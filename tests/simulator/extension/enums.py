@@ -65,6 +65,6 @@ _TORCH = {
 }
 
 
-def torch_dtype(dtype: int | torch.dtype) -> torch.dtype:
+def torch_dtype(dtype):
     """Return the torch type of a TE type (of the extension's enumeration or of TE's own), or the torch type itself."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH[DType(int(dtype))]

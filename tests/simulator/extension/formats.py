@@ -21,12 +21,12 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_E2M1, LARGEST_E4M3, LARGEST_FLOAT = 6.0, 448.0, torch.finfo(torch.float32).max
 
 
-def largest(values: torch.Tensor, *dims: int) -> torch.Tensor:
+def largest(values, *dims):
     """Return the largest magnitudes over ``dims``, ignoring NaN as fmax does."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims)
 
 
-def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_mxfp8(values, dtype, height):
     """Return codes and scales. Each block of ``height`` rows has the smallest power of two that fits it into ``dtype``.
 
     Each row of a block has its scale.
@@ -44,12 +44,12 @@ def encode_mxfp8(values: torch.Tensor, dtype: torch.dtype, height: int) -> tuple
     return codes.reshape(values.shape), scale
 
 
-def decode_mxfp8(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
+def decode_mxfp8(codes, scale, dtype, to):
     values = codes.contiguous().view(dtype).to(to)
     return values * power_of_two(scale).to(to).repeat_interleave(MX_BLOCK, dim=1)[:, : values.shape[1]]
 
 
-def power_of_two(biased: torch.Tensor) -> torch.Tensor:
+def power_of_two(biased):
     """Return the powers of two that E8M0 bytes encode. The smallest is a subnormal float, and the last byte is NaN."""
     bits = biased.int() << 23
     return bits.masked_fill(biased == 0, 0x400000).masked_fill(biased == 0xFF, 0x7FFFFFFF).view(torch.float32)
@@ -62,14 +62,7 @@ class FourOverSix(NamedTuple):
     scaled: bool
 
 
-def encode_nvfp4(
-    values: torch.Tensor,
-    amax: torch.Tensor,
-    height: int,
-    random: torch.Tensor | None,
-    limit: float = LARGEST_E4M3,
-    error: FourOverSix | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_nvfp4(values, amax, height, random, limit=LARGEST_E4M3, error=None):
     """Encode blocks of ``height`` rows. ``amax`` belongs to the tensor or to each row; its scale maps it to ``limit``.
 
     ``random`` numbers round stochastically; ``error`` is what 4over6 compares.
@@ -85,12 +78,12 @@ def encode_nvfp4(
     else:
         scale = of_block * (encode * (1 / torch.tensor(LARGEST_E2M1)))
 
-    def candidate(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidate(scale):
         scale = scale.clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float()
         inverse = (1 / (scale * (1 / encode))).clamp(max=LARGEST_FLOAT)
         return _e2m1(values * inverse.repeat_interleave(NV_BLOCK, dim=1), random), scale
 
-    def error_of(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def error_of(codes, scale):
         assert error is not None
         found, wanted = _of_e2m1(codes, values.dtype) * scale.repeat_interleave(NV_BLOCK, dim=1), values
         if error.scaled:
@@ -112,9 +105,7 @@ def encode_nvfp4(
     return codes[:, ::2] | codes[:, 1::2] << 4, chosen.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def decode_nvfp4(
-    codes: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, to: torch.dtype, limit: float = LARGEST_E4M3
-) -> torch.Tensor:
+def decode_nvfp4(codes, scale, amax, to, limit=LARGEST_E4M3):
     """Return the values of packed codes; ``amax`` and ``limit`` as in `encode_nvfp4`."""
     values = _of_e2m1(torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1), to)
     factor = scale.contiguous().view(torch.float8_e4m3fn).to(to) * amax.view(-1, 1).to(to)
@@ -122,9 +113,7 @@ def decode_nvfp4(
     return values * factor.repeat_interleave(NV_BLOCK, dim=1)
 
 
-def encode_tiles(
-    values: torch.Tensor, dtype: torch.dtype, height: int, power_of_two_scales: bool, epsilon: float, infinite: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_tiles(values, dtype, height, power_of_two_scales, epsilon, infinite):
     """Encode block-scaled FP8 with blocks of ``height`` rows. ``infinite`` is the scale if a quotient overflows."""
     lines, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % TILE, 0, -lines % height))
@@ -139,41 +128,41 @@ def encode_tiles(
     return codes.view(torch.uint8), 1 / scale
 
 
-def spread(scale: torch.Tensor, height: int, shape: torch.Size) -> torch.Tensor:
+def spread(scale, height, shape):
     """Return a scale for each value of a matrix with blocks of ``height`` x 128."""
     return scale.repeat_interleave(height, dim=0).repeat_interleave(TILE, dim=1)[: shape[0], : shape[1]]
 
 
-def tiles(length: int) -> int:
+def tiles(length):
     """Return how many blocks of 128 cover a size."""
     return -(-length // TILE)
 
 
-def swizzle(scale: torch.Tensor) -> torch.Tensor:
+def swizzle(scale):
     """Return scales in the order in which cuBLAS reads them, with the same shape, a multiple of 128 x 4."""
     high, wide = scale.shape
     return scale.reshape(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
-def unswizzle(scale: torch.Tensor) -> torch.Tensor:
+def unswizzle(scale):
     """Return the inverse of `swizzle`."""
     high, wide = scale.shape
     return scale.reshape(high // 128, wide // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
 @functools.cache
-def _divides_by_six() -> bool:
+def _divides_by_six():
     """Return whether TE rounds the scale of a block once more (before 2.14)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})
 
 
-def _of_e2m1(codes: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+def _of_e2m1(codes, to):
     return torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=to)[codes.long()]
 
 
-def _e2m1(values: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+def _e2m1(values, random):
     """Return the codes of the nearest values (ties to even, at most 6); with ``random``, of either neighbor."""
     size = values.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,29 +18,29 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 def generic_gemm(
-    A: Any,
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: torch.Tensor | None,
-    quantizer: Any,
-    out_dtype: int | None,
-    bias: torch.Tensor | None,
-    bias_type: int,
-    gelu: bool,
-    gelu_in: torch.Tensor | None,
-    grad: bool,
-    workspace: torch.Tensor,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    comm_overlap: Any = None,
-    comm_type: Any = None,
-    extra_output: torch.Tensor | None = None,
-    bulk_overlap: bool = False,
-    alpha: float = 1.0,
-    beta: float | None = None,
-) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    A,
+    transa,
+    B,
+    transb,
+    D,
+    quantizer,
+    out_dtype,
+    bias,
+    bias_type,
+    gelu,
+    gelu_in,
+    grad,
+    workspace,
+    workspace_size,
+    accumulate,
+    use_split_accumulator,
+    comm_overlap=None,
+    comm_type=None,
+    extra_output=None,
+    bulk_overlap=False,
+    alpha=1.0,
+    beta=None,
+):
     """Compute ``op(B) @ op(A)`` in the order of memory, as cuBLAS does. Return output, bias gradient, GELU input."""
     if comm_overlap is not None:
         raise NotImplementedError("simulator: generic_gemm with communication overlap")
@@ -63,24 +62,24 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    A: Sequence[Any],
-    transa: bool,
-    B: Sequence[Any],
-    transb: bool,
-    D: Sequence[torch.Tensor] | None,
-    D_type: int,
-    m_splits: Sequence[int],
-    bias: list[torch.Tensor],
-    bias_type: int,
-    single_output: bool,
-    pre_gelu_out: Sequence[torch.Tensor],
-    grad: bool,
-    workspaces: Sequence[torch.Tensor],
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    math_sm_count: int,
-) -> list[torch.Tensor]:
+    A,
+    transa,
+    B,
+    transb,
+    D,
+    D_type,
+    m_splits,
+    bias,
+    bias_type,
+    single_output,
+    pre_gelu_out,
+    grad,
+    workspaces,
+    workspace_size,
+    accumulate,
+    use_split_accumulator,
+    math_sm_count,
+):
     """Compute a product for each pair of ``A`` and ``B``, into the given outputs or into the rows of one output."""
     if D is None:
         raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
@@ -116,7 +115,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     scale_inv: torch.Tensor | None
 
-    def matrix(self) -> torch.Tensor:
+    def matrix(self):
         """Return the values in float64, without the scale."""
         if self.columns_first:  # a transpose that was made when the tensor was quantized
             stored = self.data.reshape(self.data.shape[0], -1).t()
@@ -131,13 +130,13 @@ class Factor(NamedTuple):
     operand: Operand | Part
     transposed: bool
 
-    def matrix(self) -> torch.Tensor:
+    def matrix(self):
         """Return the values in float64, without the scale."""
         values = self.operand.matrix()
         return values.t() if self.transposed else values
 
 
-def operand_of(tensor: Any, columnwise: bool) -> Operand | Part:
+def operand_of(tensor, columnwise):
     """Return what the GPU reads of ``tensor``: on Hopper, FP8 products take only one layout of inputs."""
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
@@ -155,7 +154,7 @@ def operand_of(tensor: Any, columnwise: bool) -> Operand | Part:
     return Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
 
 
-def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[Factor, Factor, list[int]]:
+def _operands(A, transa, B, transb):
     """Return the two factors and the shape of the product."""
     shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
@@ -163,21 +162,12 @@ def _operands(A: Any, transa: bool, B: Any, transb: bool) -> tuple[Factor, Facto
     return Factor(operand_of(B, transb), transb), Factor(operand_of(A, not transa), transa), [*rows, columns]
 
 
-def _for_gemm(factors: Sequence[Factor]) -> list[Factor]:
+def _for_gemm(factors):
     ready = for_gemm([factor.operand for factor in factors])
     return [factor._replace(operand=one) for factor, one in zip(factors, ready, strict=True)]
 
 
-def _launch(
-    left: Factor,
-    right: Factor,
-    out: torch.Tensor,
-    alpha: float,
-    bias: torch.Tensor | None,
-    grad: bool,
-    gelu_in: torch.Tensor | None,
-    accumulate: bool,
-) -> None:
+def _launch(left, right, out, alpha, bias, grad, gelu_in, accumulate):
     writes = [out]
     if grad and bias is not None:
         writes.append(bias)
@@ -186,16 +176,7 @@ def _launch(
     launch(gemm, writes, left, right, out, alpha, bias, grad, gelu_in, accumulate)
 
 
-def gemm(
-    left: Factor,
-    right: Factor,
-    out: torch.Tensor,
-    alpha: float,
-    bias: torch.Tensor | None,
-    grad: bool,
-    gelu_in: torch.Tensor | None,
-    accumulate: bool,
-) -> None:
+def gemm(left, right, out, alpha, bias, grad, gelu_in, accumulate):
     """Run the kernel. Sums in float64 are exact or nearly so in any order, and are then rounded once."""
     rows = left.matrix()
     product = (rows @ right.matrix()) * alpha

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..graph import launch
@@ -22,37 +20,37 @@ __all__ = [
 ]
 
 
-def get_cublasLt_version() -> int:
+def get_cublasLt_version():
     """Return cuBLASLt's version: on Hopper 13.0's, too old for products of grouped tensors, else a later one."""
     return 130000 if sm_arch() < 100 else 130600
 
 
-def get_cudnn_version() -> int:
+def get_cudnn_version():
     """Return the version of cuDNN 9.14."""
     return 91400
 
 
-def get_num_cublas_streams() -> int:
+def get_num_cublas_streams():
     """Return how many streams a grouped GEMM is spread over."""
     return 4
 
 
-def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+def get_stream_priority_range(device_id=-1):
     """Return the lowest and the highest priority of a stream."""
     return (0, -5)
 
 
-def device_supports_multicast(device_id: int = -1) -> bool:
+def device_supports_multicast(device_id=-1):
     """Return whether the GPU has NVLink multicast."""
     return False
 
 
-def ubuf_built_with_mpi() -> bool:
+def ubuf_built_with_mpi():
     """Return whether userbuffers were built with MPI."""
     return False
 
 
-def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def swap_first_dims(tensor, *, out=None):
     """Return a contiguous copy with the first two dimensions exchanged."""
     if out is None:
         out = torch.empty([tensor.shape[1], tensor.shape[0], *tensor.shape[2:]], dtype=tensor.dtype)
@@ -60,26 +58,22 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) ->
     return out
 
 
-def fused_multi_row_padding(
-    tensor: torch.Tensor, out: torch.Tensor, rows: Sequence[int], padded_rows: Sequence[int]
-) -> None:
+def fused_multi_row_padding(tensor, out, rows, padded_rows):
     """Copy each group of rows to the head of its larger group in ``out`` and fill up with zeros."""
     launch(_copy_groups, [out], out, tensor, list(rows), list(padded_rows))
 
 
-def fused_multi_row_unpadding(
-    tensor: torch.Tensor, out: torch.Tensor, padded_rows: Sequence[int], rows: Sequence[int]
-) -> None:
+def fused_multi_row_unpadding(tensor, out, padded_rows, rows):
     """Copy the head of each group of rows to its smaller group in ``out``."""
     launch(_copy_groups, [out], out, tensor, list(padded_rows), list(rows))
 
 
-def _copy_groups(out: torch.Tensor, tensor: torch.Tensor, rows: list[int], out_rows: list[int]) -> None:
+def _copy_groups(out, tensor, rows, out_rows):
     for group, source in zip(out.split(out_rows), tensor.split(rows), strict=True):
         common = min(len(group), len(source))
         group[:common] = source[:common]
         group[common:] = 0
 
 
-def _swap(out: torch.Tensor, tensor: torch.Tensor) -> None:
+def _swap(out, tensor):
     out.copy_(tensor.transpose(0, 1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,27 +46,19 @@ __all__ = [
 CURRENT = "Float8CurrentScalingQuantizer"
 
 
-def get_grouped_gemm_setup_workspace_size(number: int) -> int:
+def get_grouped_gemm_setup_workspace_size(number):
     """Return the bytes for the pointers of ``number`` products."""
     return 128 * number
 
 
-def splits_to_offsets(splits: torch.Tensor, stride: int) -> torch.Tensor:
+def splits_to_offsets(splits, stride):
     """Return the first element of each group, and the end of the last group."""
     offsets = torch.empty(len(splits) + 1, dtype=torch.int64)
     launch(_sum_up, [offsets], offsets, splits, stride)
     return offsets
 
 
-def splits_to_offsets_multi(
-    splits: torch.Tensor,
-    device: torch.device,
-    *,
-    strides: Sequence[int],
-    include_leading_zero: Sequence[bool],
-    dtypes: Sequence[torch.dtype],
-    bulk_allocate: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def splits_to_offsets_multi(splits, device, *, strides, include_leading_zero, dtypes, bulk_allocate):
     """Return the splits as int64 on the GPU, and offsets for each of ``strides``, some without the first offset, 0."""
     splits = splits.to(device=device, dtype=torch.int64)
     found = []
@@ -77,9 +68,7 @@ def splits_to_offsets_multi(
     return splits, found
 
 
-def group_quantize(
-    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: Any, tensor_offsets: torch.Tensor | None = None
-) -> Any:
+def group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
     """Quantize groups of rows, one after another, into one grouped tensor."""
     kind = kind_of(quantizer) if is_block_scaled(quantizer) else type(quantizer).__name__
     if kind == CURRENT and any_fp8_layout() and first_dims is not None:
@@ -101,9 +90,7 @@ def group_quantize(
     return grouped
 
 
-def bgrad_group_quantize(
-    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: Any, tensor_offsets: torch.Tensor | None = None
-) -> tuple[Any, torch.Tensor]:
+def bgrad_group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
     """Return the result of `group_quantize`, and the sum of the rows of each group."""
     sums = torch.empty(number, tensor.shape[-1], dtype=tensor.dtype)
     launch(_sum_groups, [sums], sums, tensor, first_dims)
@@ -111,17 +98,8 @@ def bgrad_group_quantize(
 
 
 def te_general_grouped_gemm_for_discrete_in(
-    A: Sequence[Any],
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: Any,
-    bias: Any,
-    bias_scale: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    *workspaces_and_options: Any,
-) -> Any:
+    A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
+):
     """Multiply each group of rows of ``B`` by its matrix of ``A``, into its rows of ``D``."""
     if transb or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
@@ -133,17 +111,8 @@ def te_general_grouped_gemm_for_discrete_in(
 
 
 def te_general_grouped_gemm_for_discrete_out(
-    A: Any,
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: Sequence[torch.Tensor],
-    bias: Any,
-    bias_scale: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    *workspaces_and_options: Any,
-) -> Any:
+    A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
+):
     """Return the transpose of each group of rows of ``B``, times that of ``A``, into a matrix of its own."""
     if transa or not transb or bias is not None or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
@@ -162,7 +131,7 @@ class _Side(NamedTuple):
     swizzled: bool
     columns: int
 
-    def groups(self, first_dims: torch.Tensor) -> Iterator[Part | Operand | None]:
+    def groups(self, first_dims):
         """Yield each group, or None if it has no rows."""
         at = scale_at = 0
         for number, rows in enumerate(_numbers(first_dims)):
@@ -192,7 +161,7 @@ class _Side(NamedTuple):
             at, scale_at = end, scale_end
 
 
-def _side(grouped: Any, columnwise: bool) -> _Side:
+def _side(grouped, columnwise):
     side = "columnwise_" if columnwise and is_block_scaled(grouped.quantizer) else ""
     data = grouped.columnwise_data if side else grouped.rowwise_data
     if data is None:
@@ -210,9 +179,7 @@ def _side(grouped: Any, columnwise: bool) -> _Side:
     )
 
 
-def _quantize_per_tensor(
-    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: torch.Tensor, offsets: torch.Tensor | None
-) -> Any:
+def _quantize_per_tensor(tensor, quantizer, number, first_dims, offsets):
     fields = {name: torch.empty(number, dtype=torch.float32) for name in ("scale_inv", "amax", "scale")}
     fields["data"] = torch.empty(tensor.numel(), dtype=torch.uint8)
     grouped = _construct(tensor, quantizer, number, first_dims, offsets, fields)
@@ -221,9 +188,7 @@ def _quantize_per_tensor(
     return grouped
 
 
-def _empty(
-    tensor: torch.Tensor, quantizer: Any, number: int, first_dims: torch.Tensor, offsets: torch.Tensor | None
-) -> Any:
+def _empty(tensor, quantizer, number, first_dims, offsets):
     (rows, columns), mx = tensor.shape, kind_of(quantizer) == MX
     fields: dict[str, torch.Tensor] = {}
     for columnwise, wanted in usages_of(quantizer):
@@ -237,14 +202,7 @@ def _empty(
     return _construct(tensor, quantizer, number, first_dims, offsets, fields)
 
 
-def _construct(
-    tensor: torch.Tensor,
-    quantizer: Any,
-    number: int,
-    first_dims: torch.Tensor,
-    offsets: torch.Tensor | None,
-    fields: dict[str, torch.Tensor],
-) -> Any:
+def _construct(tensor, quantizer, number, first_dims, offsets, fields):
     name, file = ("Storage", "storage.grouped_tensor_storage") if quantizer.internal else ("", "grouped_tensor")
     module = importlib.import_module(f"transformer_engine.pytorch.tensor.{file}")
     return getattr(module, f"GroupedTensor{name}")(
@@ -254,7 +212,7 @@ def _construct(
     )  # fmt: skip
 
 
-def _most_scales(rows: int, columns: int, number: int, block: int, columnwise: bool) -> int:
+def _most_scales(rows, columns, number, block, columnwise):
     """Return the most bytes that the padded scales can need, for any split of the rows."""
     if columnwise:
         return 128 * tiles(columns) * (rows // block + 3 * number)
@@ -264,28 +222,22 @@ def _most_scales(rows: int, columns: int, number: int, block: int, columnwise: b
 # The kernels.
 
 
-def _numbers(first_dims: torch.Tensor) -> list[int]:
+def _numbers(first_dims):
     return [int(rows) for rows in first_dims.unbind()]
 
 
-def _sum_up(offsets: torch.Tensor, splits: torch.Tensor, stride: int) -> None:
+def _sum_up(offsets, splits, stride):
     ends = splits.cumsum(0) * stride
     offsets.copy_(torch.cat([torch.zeros(len(offsets) - len(ends), dtype=ends.dtype), ends]))
 
 
-def _sum_groups(sums: torch.Tensor, tensor: torch.Tensor, first_dims: torch.Tensor) -> None:
+def _sum_groups(sums, tensor, first_dims):
     sizes = _numbers(first_dims)
     for total, rows in zip(sums, tensor[: sum(sizes)].split(sizes), strict=True):
         total.copy_(rows.double().sum(dim=0))
 
 
-def _cast(
-    tensor: torch.Tensor,
-    first_dims: torch.Tensor,
-    sides: Sequence[_Side],
-    rht: torch.Tensor | None,
-    states: torch.Tensor | None,
-) -> None:
+def _cast(tensor, first_dims, sides, rht, states):
     sizes = _numbers(first_dims)
     halves = zip(*(side.groups(first_dims) for side in sides), strict=True)
     for rows, group in zip(tensor[: sum(sizes)].split(sizes), halves, strict=True):
@@ -296,9 +248,7 @@ def _cast(
             cast_nv(rows, parts, 1, rht, states, None)
 
 
-def _cast_per_tensor(
-    tensor: torch.Tensor, first_dims: torch.Tensor, side: _Side, scale: torch.Tensor, options: tuple[bool, float, bool]
-) -> None:
+def _cast_per_tensor(tensor, first_dims, side, scale, options):
     sizes = _numbers(first_dims)
     values = zip(tensor[: sum(sizes)].split(sizes), side.groups(first_dims), strict=True)
     for number, (rows, group) in enumerate(values):
@@ -310,16 +260,7 @@ def _cast_per_tensor(
             )
 
 
-def _multiply(
-    out: torch.Tensor,
-    matrices: Sequence[Any],
-    transposed: bool,
-    side: _Side,
-    first_dims: torch.Tensor,
-    biases: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-) -> None:
+def _multiply(out, matrices, transposed, side, first_dims, biases, alpha, beta):
     at = 0
     for number, rows in enumerate(side.groups(first_dims)):
         if rows is not None:
@@ -329,14 +270,7 @@ def _multiply(
             at = end
 
 
-def _multiply_each(
-    outs: Sequence[torch.Tensor],
-    left: _Side,
-    right: _Side,
-    first_dims: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-) -> None:
+def _multiply_each(outs, left, right, first_dims, alpha, beta):
     pairs = zip(left.groups(first_dims), right.groups(first_dims), strict=True)
     for number, (out, (a, b)) in enumerate(zip(outs, pairs, strict=True)):
         if a is not None and b is not None:
@@ -345,15 +279,7 @@ def _multiply_each(
             out.zero_()
 
 
-def _product(
-    left: Factor,
-    right: Factor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    number: int,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-) -> None:
+def _product(left, right, out, bias, number, alpha, beta):
     """Compute a product. ``alpha`` and ``beta`` are one number, or one for each product; ``beta`` is 0 or 1."""
     accumulate = bool(beta[number % len(beta)] == 1)
     gemm(left, right, out, float(alpha[number % len(alpha)]), bias, False, None, accumulate)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..graph import launch
@@ -13,75 +11,32 @@ from .quantize import cast
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
 
-def layernorm_fwd(
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    out: torch.Tensor | None,
-    quantizer: Any,
-    out_dtype: int,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def layernorm_fwd(tensor, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
     """Return the normalized rows, their means and their reciprocal standard deviations."""
     return _forward(tensor, weight, bias, eps, out, quantizer, out_dtype, zero_centered_gamma)
 
 
-def rmsnorm_fwd(
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor | None,
-    quantizer: Any,
-    out_dtype: int,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, None, torch.Tensor]:
+def rmsnorm_fwd(tensor, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
     """Return the normalized rows, nothing, and the reciprocal roots of their mean squares."""
     result, _, rsigma = _forward(tensor, weight, None, eps, out, quantizer, out_dtype, zero_centered_gamma)
     return result, None, rsigma
 
 
-def layernorm_bwd(
-    dz: torch.Tensor,
-    tensor: torch.Tensor,
-    mu: torch.Tensor,
-    rsigma: torch.Tensor,
-    weight: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layernorm_bwd(dz, tensor, mu, rsigma, weight, sm_margin, zero_centered_gamma):
     """Return the gradients of the input, of the weight and of the bias."""
     dx, dgamma, dbeta = torch.empty_like(tensor), torch.empty_like(weight), torch.empty_like(weight)
     launch(_backward, [dx, dgamma, dbeta], dx, dgamma, dbeta, dz, tensor, mu, rsigma, weight, zero_centered_gamma)
     return dx, dgamma, dbeta
 
 
-def rmsnorm_bwd(
-    dz: torch.Tensor,
-    tensor: torch.Tensor,
-    rsigma: torch.Tensor,
-    weight: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rmsnorm_bwd(dz, tensor, rsigma, weight, sm_margin, zero_centered_gamma):
     """Return the gradients of the input and of the weight."""
     dx, dgamma = torch.empty_like(tensor), torch.empty_like(weight)
     launch(_backward, [dx, dgamma], dx, dgamma, None, dz, tensor, None, rsigma, weight, zero_centered_gamma)
     return dx, dgamma
 
 
-def _forward(
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-    quantizer: Any,
-    out_dtype: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def _forward(tensor, weight, bias, eps, out, quantizer, out_dtype, zero_centered_gamma):
     if out is not None and quantizer is not None:
         raise NotImplementedError("simulator: a normalization quantized into a given output")
     result = torch.empty(tensor.shape, dtype=torch_dtype(out_dtype)) if out is None else out
@@ -91,20 +46,11 @@ def _forward(
     return cast(result, quantizer), mu, rsigma
 
 
-def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def _gamma(weight, zero_centered):
     return weight.float() + 1.0 if zero_centered else weight.float()
 
 
-def _normalize(
-    result: torch.Tensor,
-    mu: torch.Tensor,
-    rsigma: torch.Tensor,
-    tensor: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool,
-) -> None:
+def _normalize(result, mu, rsigma, tensor, weight, bias, eps, zero_centered_gamma):
     """Normalize rows. Without a bias, this is RMSNorm, which assumes a mean of zero."""
     values = tensor.float().reshape(-1, tensor.shape[-1])
     if bias is None:
@@ -117,17 +63,7 @@ def _normalize(
     result.copy_((normalized if bias is None else normalized + bias.float()).view(result.shape))
 
 
-def _backward(
-    dx: torch.Tensor,
-    dgamma: torch.Tensor,
-    dbeta: torch.Tensor | None,
-    dz: torch.Tensor,
-    tensor: torch.Tensor,
-    mu: torch.Tensor | None,
-    rsigma: torch.Tensor,
-    weight: torch.Tensor,
-    zero_centered_gamma: bool,
-) -> None:
+def _backward(dx, dgamma, dbeta, dz, tensor, mu, rsigma, weight, zero_centered_gamma):
     grad = dz.float().reshape(-1, tensor.shape[-1])
     values = tensor.float().reshape(-1, tensor.shape[-1])
     normalized = (values if mu is None else values - mu.unsqueeze(1)) * rsigma.unsqueeze(1)

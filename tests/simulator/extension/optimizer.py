@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..graph import launch
@@ -15,7 +13,7 @@ __all__ = ["multi_tensor_adam", "multi_tensor_adam_fp8"]
 ADAMW = 1
 
 
-def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: float) -> None:
+def multi_tensor_adam(chunk, noop, lists, *options):
     """Update weights and moments of one step; ``lists``: grads, weights, both moments and, if any, FP32 weights.
 
     ``options``: learning rate, both betas, epsilon, the step, the mode, whether to correct the bias, weight decay.
@@ -25,9 +23,7 @@ def multi_tensor_adam(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[t
         launch(_adam, [weight, *rest], noop, grad, weight, rest, options)
 
 
-def multi_tensor_adam_fp8(
-    chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: float
-) -> None:
+def multi_tensor_adam_fp8(chunk, noop, lists, *options):
     """Run `multi_tensor_adam` for FP8 weights: the FP32 weights are followed by scales, amaxes and inverse scales.
 
     ``options`` end with the type of the weights.
@@ -41,18 +37,12 @@ def multi_tensor_adam_fp8(
         )  # fmt: skip
 
 
-def _plain(weight: torch.Tensor) -> None:
+def _plain(weight):
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         raise RuntimeError(f"multi_tensor_adam takes no {type(weight).__name__}")
 
 
-def _adam(
-    noop: torch.Tensor,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    rest: Sequence[torch.Tensor],
-    options: tuple[float, ...],
-) -> None:
+def _adam(noop, grad, weight, rest, options):
     """Run the kernel. ``rest`` contains both moments and, if it exists, the weight in FP32."""
     if noop.item() == 1:
         return

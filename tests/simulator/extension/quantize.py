@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -31,7 +29,7 @@ __all__ = [
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
-def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+def quantize(tensor, quantizer, output=None, noop=None):
     """Cast ``tensor`` with the quantizer. If the flag ``noop`` is 1, the output does not change."""
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
@@ -39,7 +37,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     return output
 
 
-def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+def cast(tensor, quantizer, output=None, noop=None):
     """Quantize a tensor, as other functions of the extension do."""
     if quantizer is None:
         return tensor
@@ -76,9 +74,7 @@ def cast(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.T
     return output
 
 
-def split_quantize(
-    tensor: torch.Tensor, split_sizes: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
-) -> list[Any]:
+def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=False):
     """Quantize consecutive rows of ``tensor``, each part with its own quantizer."""
     parts = torch.split(tensor, list(split_sizes))
     if disable_bulk_allocation or len({type(one) for one in quantizers}) != 1 or not is_block_scaled(quantizers[0]):
@@ -90,19 +86,19 @@ def split_quantize(
     return outputs
 
 
-def multi_tensor_quantize(tensors: Sequence[torch.Tensor], quantizers: Sequence[Any]) -> list[Any]:
+def multi_tensor_quantize(tensors, quantizers):
     """Quantize each tensor with its quantizer."""
     return [cast(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
-def bgrad_quantize(grad_output: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+def bgrad_quantize(grad_output, quantizer):
     """Return the bias gradient of ``grad_output`` and its quantized form."""
     bias_grad = torch.empty(grad_output.shape[-1], dtype=grad_output.dtype)
     launch(_sum_rows, [bias_grad], bias_grad, grad_output)
     return bias_grad, cast(grad_output, quantizer)
 
 
-def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
+def dequantize(tensor, dtype):
     """Return the values of a quantized tensor in a wider type."""
     if is_block_scaled(tensor):
         return blocks.dequantize(tensor, torch_dtype(dtype))
@@ -115,7 +111,7 @@ def dequantize(tensor: Any, dtype: int) -> torch.Tensor:
     return result
 
 
-def fp8_transpose(data: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_transpose(data, dtype, *, out=None):
     """Return the transpose of FP8 data, its leading dimensions taken together as rows."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
@@ -123,26 +119,17 @@ def fp8_transpose(data: torch.Tensor, dtype: int, *, out: torch.Tensor | None = 
     return out
 
 
-def create_empty_quantized_tensor(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
-) -> Any:
+def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
     """Return a quantized tensor without content."""
     return _empty(quantizer, shape, dtype)
 
 
-def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+def compute_amax(tensor, amax):
     """Write the largest magnitude in ``tensor`` into ``amax``."""
     launch(_store_amax, [amax], amax, tensor)
 
 
-def fused_amax_and_scale_update_after_reduction(
-    reduced_amaxes: torch.Tensor,
-    amax_histories: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    algorithm: str,
-    fp8_dtype: int,
-    margin: float,
-) -> None:
+def fused_amax_and_scale_update_after_reduction(reduced_amaxes, amax_histories, scales, algorithm, fp8_dtype, margin):
     """Shift every amax history by one step and derive the scales of the next step from it.
 
     As in TE's kernel, a history and its scale do not change if there is no new amax.
@@ -157,26 +144,19 @@ def fused_amax_and_scale_update_after_reduction(
         launch(_update_scale, [history, scale], history, scale, amaxes, algorithm == "max", largest)
 
 
-def multi_tensor_scale(chunk: int, noop: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+def multi_tensor_scale(chunk, noop, lists, scale):
     """Multiply every tensor of the first list by ``scale`` into its partner in the second."""
     for source, target in zip(*lists, strict=True):
         launch(_multiply, [target], target, source, scale)
 
 
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk: int,
-    noop: torch.Tensor,
-    lists: Sequence[Sequence[torch.Tensor]],
-    largest: float,
-    power_of_two: bool,
-    epsilon: float,
-) -> None:
+def multi_tensor_compute_scale_and_scale_inv(chunk, noop, lists, largest, power_of_two, epsilon):
     """Compute the scale, and its inverse, of each largest magnitude."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         launch(_store_scale, [scale, scale_inv], amax, scale, scale_inv, largest, power_of_two, epsilon)
 
 
-def _kind(quantizer: Any) -> str:
+def _kind(quantizer):
     kinds = {"Float8Quantizer": "delayed", "Float8CurrentScalingQuantizer": "current"}
     name = type(quantizer).__name__
     if is_block_scaled(quantizer):
@@ -186,11 +166,11 @@ def _kind(quantizer: Any) -> str:
     return kinds[name]
 
 
-def _transposed_shape(shape: Sequence[int]) -> list[int]:
+def _transposed_shape(shape):
     return [shape[-1], *shape[:-1]]
 
 
-def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def _empty(quantizer, shape, dtype):
     """Return a tensor of TE's class with the representations that the quantizer requests (Hopper: with a transpose)."""
     if is_block_scaled(quantizer):
         return blocks.empty(quantizer, shape, dtype)
@@ -213,7 +193,7 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     return Float8TensorStorage(**parts)
 
 
-def _match_usage(output: Any, quantizer: Any) -> None:
+def _match_usage(output, quantizer):
     """Add the representations that the quantizer requests to a tensor, and remove all others."""
     if is_block_scaled(quantizer):
         blocks.match_usage(output, quantizer)
@@ -234,7 +214,7 @@ def _match_usage(output: Any, quantizer: Any) -> None:
     output._fp8_dtype = quantizer.dtype
 
 
-def _needs(quantizer: Any) -> tuple[bool, bool]:
+def _needs(quantizer):
     """Return whether a tensor of per-tensor FP8 has data, and whether it has a transpose."""
     return quantizer.rowwise_usage or any_fp8_layout(), quantizer.columnwise_usage and not any_fp8_layout()
 
@@ -242,24 +222,17 @@ def _needs(quantizer: Any) -> tuple[bool, bool]:
 # The kernels.
 
 
-def _largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+def _largest_magnitude(values):
     """Return the largest magnitude, ignoring NaN as the GPU's fmax does."""
     return values.abs().nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
-def _quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
+def _quotient(largest, amax):
     """Return the scale, rounded once: ``number / tensor`` is in torch a product with the reciprocal, rounded twice."""
     return torch.full_like(amax, largest).div(amax).clamp(max=_LARGEST_FLOAT)
 
 
-def _cast(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor | None,
-    scale_inv: torch.Tensor,
-    dtype: torch.dtype,
-) -> None:
+def _cast(values, scale, rowwise, columnwise, scale_inv, dtype):
     largest = torch.finfo(dtype).max
     data = (values * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
     if rowwise is not None:
@@ -269,16 +242,7 @@ def _cast(
     scale_inv.copy_(1.0 / scale)
 
 
-def cast_delayed(
-    tensor: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor | None,
-    scale_inv: torch.Tensor,
-    noop: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:
+def cast_delayed(tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype):
     if skipped(noop):
         return
     values = tensor.float()
@@ -286,18 +250,7 @@ def cast_delayed(
     _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
 
 
-def cast_current(
-    tensor: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor | None,
-    scale_inv: torch.Tensor,
-    noop: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: tuple[bool, float, bool],
-    group: Any = None,
-) -> None:
+def cast_current(tensor, scale, amax, rowwise, columnwise, scale_inv, noop, dtype, options, group=None):
     if skipped(noop):
         return
     use_existing_amax, epsilon, power_of_two = options
@@ -310,7 +263,7 @@ def cast_current(
     _cast(values, scale, rowwise, columnwise, scale_inv, dtype)
 
 
-def _scale_of(amax: torch.Tensor, scale: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> None:
+def _scale_of(amax, scale, largest, power_of_two, epsilon):
     bounded = max(amax.item(), epsilon)
     if bounded == 0.0 or math.isinf(bounded):
         scale.fill_(1.0)
@@ -320,41 +273,32 @@ def _scale_of(amax: torch.Tensor, scale: torch.Tensor, largest: float, power_of_
             scale.copy_(torch.exp2(torch.floor(torch.log2(scale))))
 
 
-def _store_scale(
-    amax: torch.Tensor,
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    largest: float,
-    power_of_two: bool,
-    epsilon: float,
-) -> None:
+def _store_scale(amax, scale, scale_inv, largest, power_of_two, epsilon):
     _scale_of(amax, scale, largest, power_of_two, epsilon)
     scale_inv.copy_(1.0 / scale)
 
 
-def _multiply(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
+def _multiply(target, source, factor):
     target.copy_(source * factor)
 
 
-def _transpose(out: torch.Tensor, data: torch.Tensor) -> None:
+def _transpose(out, data):
     out.copy_(data.reshape(-1, data.shape[-1]).t().reshape(out.shape))
 
 
-def _dequantize(result: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
+def _dequantize(result, data, scale_inv, dtype):
     result.copy_(data.view(dtype).float() * scale_inv)
 
 
-def _sum_rows(result: torch.Tensor, values: torch.Tensor) -> None:
+def _sum_rows(result, values):
     result.copy_(values.reshape(-1, values.shape[-1]).double().sum(dim=0))
 
 
-def _store_amax(amax: torch.Tensor, tensor: torch.Tensor) -> None:
+def _store_amax(amax, tensor):
     amax.fill_(_largest_magnitude(tensor.float()))
 
 
-def _update_scale(
-    history: torch.Tensor, scale: torch.Tensor, reduced: torch.Tensor, of_all: bool, largest: float
-) -> None:
+def _update_scale(history, scale, reduced, of_all, largest):
     last = torch.where(reduced != 0, reduced, history[0])
     shifted = torch.cat([history[1:], last.unsqueeze(0)])
     amax = shifted.amax(dim=0) if of_all else last
