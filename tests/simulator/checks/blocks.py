@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
 import math
 from functools import partial
@@ -104,13 +103,6 @@ def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, tor
     return data, scale_inv
 
 
-def nv_values(
-    module: Any, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: int = 448
-) -> torch.Tensor:
-    scale = scale.contiguous().view(torch.float8_e4m3fn).double() * amax.view(-1, 1).double() / (6 * limit)
-    return module.cast_from_fp4x2(data, torch.float64) * scale.repeat_interleave(16, dim=1)
-
-
 def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
     """Assert that data, scales and amaxes of ``out`` are those that TE's reference computes for ``x``."""
     rows, columns = x.shape
@@ -122,24 +114,6 @@ def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
         assert torch.equal(out._amax_columnwise, amax_t)
         assert torch.equal(out._columnwise_scale_inv[:columns, : rows // 16], scale_t.view(torch.uint8))
         assert torch.equal(out._columnwise_data, data_t)
-
-
-def scales_columns() -> bool:
-    """Return whether row-scaled tensors may have a column-wise part: TE 2.19 and later."""
-    return "transb" in inspect.signature(te_gemm._nvfp4_row_scaled_gemm_inputs).parameters
-
-
-def nvfp4_options() -> list[dict[str, Any]]:
-    """Return further options that the installed TE's quantizers accept, with effect: row scales and 4over6."""
-    options: list[dict[str, Any]] = []
-    if "row_scaled_nvfp4" in NVFP4Quantizer.__annotations__:
-        options.append({"row_scaled_nvfp4": True, "columnwise": scales_columns()})
-    if "nvfp4_use_4over6" in NVFP4Quantizer.__annotations__:
-        for limit, mode in itertools.product((448, 256), ("MAE", "MSE")):
-            four = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": limit, "nvfp4_4over6_err_mode": mode}
-            options += [four, four | {"with_2d_quantization": True}]
-            options.append(four | {"row_scaled_nvfp4": True, "columnwise": False})
-    return options
 
 
 def check_mxfp8_is_that_of_its_definition() -> None:
@@ -191,41 +165,6 @@ def check_nvfp4_is_that_of_tes_reference() -> None:
         tile = (16, 16) if kind == "2d" else (1, 16)
         quantizer = module.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=kind == "rht")
         assert_as_reference(out, quantizer, x)
-
-
-def check_row_scales_and_4over6_are_those_of_tes_reference() -> None:
-    module = reference()
-    formats = getattr(module, "reference_utils", None) or module.utils
-    close_calls = torch.randint(-9, 10, (64, 192), generator=torch.Generator().manual_seed(0)).bfloat16()
-    inputs = values(64, 192), close_calls  # in those either error is the smaller one, by how it is rounded
-    for options, fast, x in itertools.product(nvfp4_options(), ("0", "1"), inputs):
-        if fast == "1" and "nvfp4_use_4over6" not in options:
-            continue
-        quantizer = NVFP4Quantizer(**options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", fast)
-            out = tex.quantize(x, quantizer)
-        wanted = {name: value for name, value in options.items() if name != "with_2d_quantization"}
-        if "nvfp4_use_4over6" in options:
-            wanted["nvfp4_4over6_err_use_fast_math"] = fast == "1"
-        tile = (16, 16) if "with_2d_quantization" in options else (1, 16)
-        assert_as_reference(out, module.NVFP4QuantizerRef(formats.Fp4Formats.E2M1, quant_tile_shape=tile, **wanted), x)
-        for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
-            if hasattr(quantizer, name):
-                assert getattr(out, f"_{name}") == getattr(quantizer, name)
-
-
-def check_an_existing_tensor_takes_row_scales_and_4over6() -> None:
-    for options in nvfp4_options():
-        quantizer, plain = NVFP4Quantizer(**options), NVFP4Quantizer(columnwise=options.get("columnwise", True))
-        wanted, out = tex.quantize(values(128, 128), quantizer), tex.quantize(values(128, 128), plain)
-        tex.quantize(values(128, 128), quantizer, out)
-        before = {name: getattr(out, name) for name in (*FIELDS, "_amax_rowwise", "_amax_columnwise", "_nvfp4_e4m3_max")
-                  if getattr(out, name, None) is not None}  # fmt: skip
-        tex.quantize(values(128, 128, seed=1), quantizer, out, torch.ones(1))
-        for name, one in before.items():
-            assert getattr(out, name) is one
-            assert one == getattr(wanted, name) if isinstance(one, int) else torch.equal(one, getattr(wanted, name))
 
 
 def check_fp4_rounds_ties_to_even() -> None:
@@ -309,22 +248,19 @@ def check_usages_come_and_go_in_an_existing_tensor() -> None:
 
 def check_products_are_those_of_the_dequantized_values() -> None:
     module = reference()
-    plain = NVFP4Quantizer()
-    pairs = [(layout, each, each) for layout in ("TN", "NN", "NT") for each in (MXFP8Quantizer(E4M3), plain)]
-    for quantizer in (NVFP4Quantizer(**options) for options in nvfp4_options()):  # only activations have these options
-        pairs += [("TN", plain, quantizer), *([("NT", quantizer, plain)] if quantizer.columnwise_usage else [])]
-    for layout, of_a, of_b in pairs:
+    for layout, quantizer in itertools.product(("TN", "NN", "NT"), (MXFP8Quantizer(E4M3), NVFP4Quantizer())):
         shapes = {"TN": ((96, 64), (32, 64)), "NN": ((64, 96), (32, 64)), "NT": ((64, 96), (64, 32))}[layout]
-        mx, quantizers = of_a is of_b is not plain, (of_a, of_b)
-        a, b = (tex.quantize(values(*shapes[i], seed=i), quantizers[i]) for i in range(2))
+        mx = isinstance(quantizer, MXFP8Quantizer)
+        a, b = (tex.quantize(values(*shape, seed=seed), quantizer) for seed, shape in enumerate(shapes))
 
         def matrix(tensor: Any, rows: int, columns: int, columnwise: bool, mx: bool = mx) -> torch.Tensor:
             side = "columnwise" if columnwise else "rowwise"
             data, scale = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
             if not mx:
                 lines, length = (columns, rows) if columnwise else (rows, columns)
-                amax, limit = getattr(tensor, f"_amax_{side}"), getattr(tensor, "_nvfp4_e4m3_max", 448)
-                found = nv_values(module, data, scale[:lines, : length // 16], amax, limit)
+                scale = scale[:lines, : length // 16].contiguous().view(torch.float8_e4m3fn).double()
+                scale *= getattr(tensor, f"_amax_{side}").double() / (6 * 448)
+                found = module.cast_from_fp4x2(data, torch.float64) * scale.repeat_interleave(16, dim=1)
                 return found.t() if columnwise else found
             factor = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=0 if columnwise else 1)
             return data.view(torch.float8_e4m3fn).double() * factor[:rows, :columns]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from ..graph import launch
 from .quantize import bgrad_quantize, cast
-
-Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gelu_value(x):
@@ -35,39 +30,36 @@ def _gated(function):
     return gated
 
 
-_FUNCTIONS: dict[str, Function] = {
+_FUNCTIONS = {
     "gelu": gelu_value, "qgelu": _quick_gelu, "relu": torch.relu, "srelu": _squared_relu, "silu": F.silu,
 }  # fmt: skip
-_GATED: dict[str, Function] = {
+_GATED = {
     "geglu": _gated(gelu_value), "glu": _gated(torch.sigmoid), "qgeglu": _gated(_quick_gelu),
     "reglu": _gated(torch.relu), "sreglu": _gated(_squared_relu), "swiglu": _gated(F.silu),
 }  # fmt: skip
 
 
-def _forward(name, function, halves):
+def _forward(function, halves):
     def activation(tensor, quantizer):
         width = tensor.shape[-1] // 2 if halves else tensor.shape[-1]
         out = torch.empty([*tensor.shape[:-1], width], dtype=tensor.dtype)
         launch(_activate, [out], out, tensor, function)
         return cast(out, quantizer)
 
-    activation.__name__ = name
     return activation
 
 
-def _backward(name, function):
+def _backward(function):
     def activation_backward(grad, tensor, quantizer):
         return cast(_gradient(function, grad, tensor), quantizer)
 
-    activation_backward.__name__ = name
     return activation_backward
 
 
-def _backward_with_bias(name, function):
+def _backward_with_bias(function):
     def activation_backward(grad, tensor, quantizer):
         return bgrad_quantize(_gradient(function, grad, tensor), quantizer)
 
-    activation_backward.__name__ = name
     return activation_backward
 
 
@@ -88,14 +80,14 @@ def _differentiate(result, grad, tensor, function):
     result.copy_(gradient)
 
 
-_public: dict[str, Callable[..., Any]] = {}
+_public = {}
 for _name, _function in _FUNCTIONS.items():
-    _public[_name] = _forward(_name, _function, halves=False)
-    _public[f"dbias_d{_name}"] = _backward_with_bias(f"dbias_d{_name}", _function)
+    _public[_name] = _forward(_function, halves=False)
+    _public[f"dbias_d{_name}"] = _backward_with_bias(_function)
 for _name, _function in _GATED.items():
-    _public[_name] = _forward(_name, _function, halves=True)
+    _public[_name] = _forward(_function, halves=True)
 for _name, _function in (_FUNCTIONS | _GATED).items():
-    _public[f"d{_name}"] = _backward(f"d{_name}", _function)
+    _public[f"d{_name}"] = _backward(_function)
 
 globals().update(_public)
 __all__ = list(_public)

@@ -14,7 +14,6 @@ import functools
 import importlib
 import inspect
 import math
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +32,9 @@ _KNOWN = {
     "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm", "dtype", "block_len", "force_pow_2_scales",
     "amax_epsilon", "block_scaling_dim", "with_rht", "with_post_rht_amax", "with_amax_reduction",
     "amax_reduction_group", "with_2d_quantization", "stochastic_rounding", "rht_matrix",
-    "rht_matrix_random_sign_mask_t", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
+    "rht_matrix_random_sign_mask_t", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
 }  # fmt: skip
-"""What is simulated of that which a quantizer may be told."""
-
-_EXCLUDED = {
-    "row_scaled_nvfp4": ("Row-scaled NVFP4", {"with_2d_quantization": "2D quantization"}),
-    "nvfp4_use_4over6": ("NVFP4 4over6", {}),
-}
-"""What the C++ does not combine with an option, besides RHT and stochastic rounding: what it calls both."""
+"""The attributes of quantizers that are simulated."""
 
 
 class Part(NamedTuple):
@@ -50,7 +43,6 @@ class Part(NamedTuple):
     - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
     - ``height``: that of a block of block-scaled FP8
-    - ``limit``: the E4M3 scale that NVFP4's largest block has; 4over6 may take less
     """
 
     kind: str
@@ -62,10 +54,9 @@ class Part(NamedTuple):
     upright: bool
     swizzled: bool
     height: int
-    limit: float = formats.LARGEST_E4M3
 
     scale_inv = None
-    """What a product is multiplied with besides: nothing."""
+    """A product of such parts has no further scale."""
 
     def lines(self):
         """Return the data as a matrix of bytes with blocks along its rows."""
@@ -89,13 +80,10 @@ class Part(NamedTuple):
         """Return the values that data and scales encode, in the tensor's layout."""
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
-            assert self.amax is not None
-            values = formats.decode_nvfp4(codes, scale, self.amax, to, self.limit)
+            values = formats.decode_nvfp4(codes, scale, self.amax, to)
         elif self.kind == MX:
-            assert self.dtype is not None
             values = formats.decode_mxfp8(codes, scale, self.dtype, to)
         else:
-            assert self.dtype is not None
             values = codes.contiguous().view(self.dtype).to(to)
             values = values * formats.spread(scale.to(to), self.height, codes.shape)
         return values.t() if self.columnwise else values
@@ -176,10 +164,8 @@ def match_usage(output, quantizer):
         for name, size, kind in fields_of(quantizer, shape, columnwise):
             if not wanted:
                 setattr(output, f"_{name}", None)
-            elif (has := getattr(output, f"_{name}")) is None or (name.startswith("amax") and has.numel() != size[0]):
+            elif getattr(output, f"_{name}") is None:
                 setattr(output, f"_{name}", torch.empty(size, dtype=kind))
-    for name, value in _marks(quantizer).items():
-        setattr(output, f"_{name}", value)
     output._with_gemm_swizzled_scales = _kernel_swizzles(quantizer, shape)
     if hasattr(output, "_fp8_dtype"):
         output._fp8_dtype = quantizer.dtype
@@ -201,8 +187,7 @@ def cast(tensor, quantizer, output, noop):
     elif not quantizer.with_rht:
         states = random_states(1) if quantizer.stochastic_rounding else None
         height = NV_BLOCK if quantizer.with_2d_quantization else 1
-        _refuse_shapes(quantizer, tensor)
-        launch(cast_nv, writes, tensor, parts, height, None, states, noop, _error_of(quantizer))
+        launch(cast_nv, writes, tensor, parts, height, None, states, noop)
     else:
         if tensor.dtype != torch.bfloat16:
             raise RuntimeError("RHT is only supported for bfloat16 input")
@@ -324,21 +309,7 @@ def _part(tensor, columnwise):
         columnwise and kind == MX,
         kind != TILED and _is_swizzled(tensor),
         TILE if kind == TILED and tensor._is_2D_scaled else 1,
-        float(getattr(tensor, "_nvfp4_e4m3_max", formats.LARGEST_E4M3)),  # since TE 2.17
     )
-
-
-def _marks(quantizer):
-    """Return the attributes of a tensor that describe its quantization: row scales since TE 2.16, 4over6 since 2.17."""
-    names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
-    return {name: getattr(quantizer, name) for name in names if hasattr(quantizer, name)}
-
-
-def _error_of(quantizer):
-    if not _marks(quantizer).get("nvfp4_use_4over6"):
-        return None
-    scaled = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
-    return formats.FourOverSix(quantizer.nvfp4_4over6_err_mode == "MSE", scaled)
 
 
 def fields_of(quantizer, shape, columnwise):
@@ -366,7 +337,7 @@ def fields_of(quantizer, shape, columnwise):
     return [
         (f"{side}_data", data, torch.uint8),
         (f"{side}_scale_inv", scale, torch.uint8),
-        (f"amax_{side}", [lines if _marks(quantizer).get("row_scaled_nvfp4") else 1], torch.float32),
+        (f"amax_{side}", [1], torch.float32),
     ]
 
 
@@ -379,7 +350,6 @@ def _construct(quantizer, shape, dtype, fields, swizzled, internal):
     fields = {**fields, "fp4_dtype" if kind == NV else "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if kind == TILED:
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
-    fields.update(_marks(quantizer))
     if not internal:
         fields.update(shape=list(shape), dtype=dtype)
     elif "fake_dtype" in known:  # TE 2.14 and later
@@ -398,32 +368,8 @@ def refuse(quantizer):
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
             raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
-    for option, (called, excluded) in _EXCLUDED.items():
-        excluded = {"with_rht": "RHT", "stochastic_rounding": "stochastic rounding", **excluded}
-        for name in excluded if getattr(quantizer, option, False) else ():
-            if getattr(quantizer, name):
-                raise RuntimeError(f"{called} quantization does not support {excluded[name]}")
-    needing = _marks(quantizer).get("row_scaled_nvfp4"), _error_of(quantizer) and quantizer.with_2d_quantization
-    if any(needing) and not quantizer.rowwise_usage:
-        raise RuntimeError("Row-scaled NVFP4 and 2D blocks with NVFP4 4over6 require rowwise usage")
     if getattr(quantizer, "with_amax_reduction", False) and torch.distributed.is_initialized():
         raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
-
-
-def _refuse_shapes(quantizer, tensor):
-    """Raise an error for shapes that row scales and 4over6 do not support. Since TE 2.19 columns have scales too."""
-    four, rows = (_marks(quantizer).get(name) for name in ("nvfp4_use_4over6", "row_scaled_nvfp4"))
-    even = tensor.dtype == torch.bfloat16 and not any(n % 32 for n in (math.prod(tensor.shape[:-1]), tensor.shape[-1]))
-    if four and quantizer.with_2d_quantization and not even:  # another kernel
-        raise NotImplementedError("simulator: 2D blocks of NVFP4 4over6 other than of BF16 in multiples of 32")
-    if not rows or not quantizer.columnwise_usage:
-        return
-    if not _scales_columns():
-        raise RuntimeError("Row-scaled NVFP4 quantization does not support columnwise usage")
-    if not even:
-        raise RuntimeError("Row-scaled NVFP4 transpose quantization requires BF16 input and multiples of 32")
-    if four:
-        raise NotImplementedError("simulator: column-wise parts of row-scaled NVFP4 with 4over6")
 
 
 def random_states(number):
@@ -452,14 +398,6 @@ def _swizzles_2d():
     return hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
 
 
-@functools.cache
-def _scales_columns():
-    """Return whether columns have scales, too (TE 2.19 and later)."""
-    from transformer_engine.pytorch.cpp_extensions import gemm
-
-    return "transb" in inspect.signature(gemm._nvfp4_row_scaled_gemm_inputs).parameters
-
-
 def _sm_100_to_110():
     return 100 <= sm_arch() <= 110
 
@@ -475,7 +413,7 @@ def _kernel_swizzles(quantizer, shape, in_split=False):
         return False
     if quantizer.with_rht:
         return rows % (128 if in_split else 64) == 0
-    fused = _swizzles_2d() and not in_split and quantizer.with_2d_quantization and not quantizer.nvfp4_use_4over6
+    fused = _swizzles_2d() and not in_split and quantizer.with_2d_quantization
     return fused and rows % 128 == 0
 
 
@@ -509,7 +447,6 @@ def cast_mx(tensor, parts, height, noop):
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
     for part in parts:
-        assert part.dtype is not None
         part.store(*formats.encode_mxfp8(rows.t() if part.columnwise else rows, part.dtype, height))
 
 
@@ -519,7 +456,6 @@ def _cast_tiles(tensor, parts, power_of_two, epsilon, noop):
     rows, infinite = tensor.float().reshape(-1, tensor.shape[-1]), torch.finfo(tensor.dtype).max
     for part in parts:
         values = rows.t() if part.columnwise else rows
-        assert part.dtype is not None
         part.store(*formats.encode_tiles(values, part.dtype, part.height, power_of_two, epsilon, infinite))
 
 
@@ -532,11 +468,8 @@ def _convert_scales(scale, part):
     scale.copy_(formats.swizzle(padded))
 
 
-def cast_nv(tensor, parts, height, rht, states, noop, error=None):
-    """``height`` is that of a block; ``rht``, a matrix, transforms the column-wise values; ``states`` seed rounding.
-
-    ``error`` is what 4over6 compares; without it there is none.
-    """
+def cast_nv(tensor, parts, height, rht, states, noop):
+    """Quantize blocks of ``height`` rows. The matrix ``rht`` transforms columns; ``states`` seed the rounding."""
     if skipped(noop) and rht is None:
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
@@ -545,9 +478,7 @@ def cast_nv(tensor, parts, height, rht, states, noop, error=None):
         values = rows.t() if part.columnwise else rows
         if part.columnwise and rht is not None:
             values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
-        assert part.amax is not None
-        dims = (1,) if part.amax.numel() > 1 else (0, 1)
-        part.amax.copy_(formats.largest(values, *dims))  # with RHT by a kernel that knows of no no-op flag
+        part.amax.copy_(formats.largest(values, 0, 1))  # with RHT by a kernel that knows of no no-op flag
         if skipped(noop):
             continue
         random = None
@@ -555,4 +486,4 @@ def cast_nv(tensor, parts, height, rht, states, noop, error=None):
             if number < len(states):
                 generator.manual_seed(int(states[number, 0]))
             random = torch.rand(values.shape, generator=generator)
-        part.store(*formats.encode_nvfp4(values, part.amax, height, random, part.limit, error))
+        part.store(*formats.encode_nvfp4(values, part.amax, height, random))

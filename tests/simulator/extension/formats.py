@@ -1,8 +1,7 @@
 """The arithmetic of the block-scaled formats, from values to codes and scales and back. Blocks are along rows here.
 
 - MXFP8 (OCP Microscaling Formats 1.0): a power of two, E8M0, for each 32 values, or 32 x 32
-- NVFP4: E2M1 codes, two to a byte; an E4M3 scale for each 16 values, or 16 x 16, and one FP32 scale for the tensor, or
-  for each row; 4over6 maps the largest magnitude of a block to 4 or to 6, whichever has the smaller error
+- NVFP4: E2M1 codes, two to a byte; an E4M3 scale for each 16 values, or 16 x 16, and one FP32 scale for the tensor
 - block-scaled FP8: an FP32 scale for each 128 values, or 128 x 128
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -55,61 +53,29 @@ def power_of_two(biased):
     return bits.masked_fill(biased == 0, 0x400000).masked_fill(biased == 0xFF, 0x7FFFFFFF).view(torch.float32)
 
 
-class FourOverSix(NamedTuple):
-    """The error of 4over6: a sum of squares or magnitudes, of the values or of the values in units of E4M3 scales."""
-
-    squares: bool
-    scaled: bool
-
-
-def encode_nvfp4(values, amax, height, random, limit=LARGEST_E4M3, error=None):
-    """Encode blocks of ``height`` rows. ``amax`` belongs to the tensor or to each row; its scale maps it to ``limit``.
-
-    ``random`` numbers round stochastically; ``error`` is what 4over6 compares.
-    """
+def encode_nvfp4(values, amax, height, random):
+    """Encode blocks of ``height`` rows. ``random`` numbers round stochastically. Return packed codes and scales."""
     lines, columns = len(values), values.shape[1] // NV_BLOCK
-    amax = amax.view(-1, 1)
-    encode = torch.full_like(amax, limit * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
+    encode = torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
     encode = encode.masked_fill((amax == 0) | (encode == 0), 1.0)
     of_block = largest(values.reshape(lines // height, height, columns, NV_BLOCK), 1, 3)
     of_block = of_block.repeat_interleave(height, dim=0)
-    if error is not None or _divides_by_six():
+    if _divides_by_six():
         scale = of_block / torch.full_like(of_block, LARGEST_E2M1) * encode
     else:
         scale = of_block * (encode * (1 / torch.tensor(LARGEST_E2M1)))
-
-    def candidate(scale):
-        scale = scale.clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float()
-        inverse = (1 / (scale * (1 / encode))).clamp(max=LARGEST_FLOAT)
-        return _e2m1(values * inverse.repeat_interleave(NV_BLOCK, dim=1), random), scale
-
-    def error_of(codes, scale):
-        assert error is not None
-        found, wanted = _of_e2m1(codes, values.dtype) * scale.repeat_interleave(NV_BLOCK, dim=1), values
-        if error.scaled:
-            wanted = values * encode
-        else:
-            found = found * amax / torch.full_like(amax, limit * LARGEST_E2M1)
-        away = (found - wanted).square() if error.squares else (found - wanted).abs()
-        rows = sum(away.view(lines // height, height, columns, NV_BLOCK).unbind(3), torch.zeros(()))
-        while rows.shape[1] > 1:  # the order of the sums is the kernel's
-            rows = torch.add(*rows.chunk(2, dim=1))
-        return rows.expand(-1, height, -1).reshape(lines, columns)
-
-    codes, chosen = candidate(scale)
-    if error is not None:
-        codes_of_4, scale_of_4 = candidate(scale * 1.5)
-        smaller = error_of(codes_of_4, scale_of_4) < error_of(codes, chosen)
-        codes = torch.where(smaller.repeat_interleave(NV_BLOCK, dim=1), codes_of_4, codes)
-        chosen = torch.where(smaller, scale_of_4, chosen)
-    return codes[:, ::2] | codes[:, 1::2] << 4, chosen.to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = scale.clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn)
+    inverse = (1 / (scale.float() * (1 / encode))).clamp(max=LARGEST_FLOAT)
+    codes = _e2m1(values * inverse.repeat_interleave(NV_BLOCK, dim=1), random)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale.view(torch.uint8)
 
 
-def decode_nvfp4(codes, scale, amax, to, limit=LARGEST_E4M3):
-    """Return the values of packed codes; ``amax`` and ``limit`` as in `encode_nvfp4`."""
-    values = _of_e2m1(torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1), to)
-    factor = scale.contiguous().view(torch.float8_e4m3fn).to(to) * amax.view(-1, 1).to(to)
-    factor *= torch.tensor(1 / (LARGEST_E2M1 * limit), dtype=to)
+def decode_nvfp4(codes, scale, amax, to):
+    """Return the values of packed codes."""
+    codes = torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=to)[codes.long()]
+    factor = scale.contiguous().view(torch.float8_e4m3fn).to(to) * amax.to(to)
+    factor *= torch.tensor(1 / (LARGEST_E2M1 * LARGEST_E4M3), dtype=to)
     return values * factor.repeat_interleave(NV_BLOCK, dim=1)
 
 
@@ -156,10 +122,6 @@ def _divides_by_six():
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})
-
-
-def _of_e2m1(codes, to):
-    return torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=to)[codes.long()]
 
 
 def _e2m1(values, random):

@@ -18,29 +18,10 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 def generic_gemm(
-    A,
-    transa,
-    B,
-    transb,
-    D,
-    quantizer,
-    out_dtype,
-    bias,
-    bias_type,
-    gelu,
-    gelu_in,
-    grad,
-    workspace,
-    workspace_size,
-    accumulate,
-    use_split_accumulator,
-    comm_overlap=None,
-    comm_type=None,
-    extra_output=None,
-    bulk_overlap=False,
-    alpha=1.0,
-    beta=None,
-):
+    A, transa, B, transb, D, quantizer, out_dtype, bias, bias_type, gelu, gelu_in, grad, workspace, workspace_size,
+    accumulate, use_split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
+    alpha=1.0, beta=None,
+):  # fmt: skip
     """Compute ``op(B) @ op(A)`` in the order of memory, as cuBLAS does. Return output, bias gradient, GELU input."""
     if comm_overlap is not None:
         raise NotImplementedError("simulator: generic_gemm with communication overlap")
@@ -62,24 +43,9 @@ def generic_gemm(
 
 
 def te_general_grouped_gemm(
-    A,
-    transa,
-    B,
-    transb,
-    D,
-    D_type,
-    m_splits,
-    bias,
-    bias_type,
-    single_output,
-    pre_gelu_out,
-    grad,
-    workspaces,
-    workspace_size,
-    accumulate,
-    use_split_accumulator,
-    math_sm_count,
-):
+    A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspaces,
+    workspace_size, accumulate, use_split_accumulator, math_sm_count,
+):  # fmt: skip
     """Compute a product for each pair of ``A`` and ``B``, into the given outputs or into the rows of one output."""
     if D is None:
         raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")

@@ -145,7 +145,6 @@ class _Side(NamedTuple):
             sizes = [size for _, size, _ in fields_of(self.quantizer, (rows, self.columns), self.columnwise)]
             end, scale_end = at + math.prod(sizes[0]), scale_at + math.prod(sizes[1])
             mx = kind_of(self.quantizer) == MX
-            assert self.scale is not None
             part = Part(
                 kind_of(self.quantizer),
                 self.data[at:end].view(sizes[0]),
@@ -190,7 +189,7 @@ def _quantize_per_tensor(tensor, quantizer, number, first_dims, offsets):
 
 def _empty(tensor, quantizer, number, first_dims, offsets):
     (rows, columns), mx = tensor.shape, kind_of(quantizer) == MX
-    fields: dict[str, torch.Tensor] = {}
+    fields = {}
     for columnwise, wanted in usages_of(quantizer):
         if wanted:
             side = "columnwise_" if columnwise else ""
@@ -253,7 +252,6 @@ def _cast_per_tensor(tensor, first_dims, side, scale, options):
     values = zip(tensor[: sum(sizes)].split(sizes), side.groups(first_dims), strict=True)
     for number, (rows, group) in enumerate(values):
         if isinstance(group, Operand):
-            assert side.amax is not None
             one = slice(number, number + 1)
             cast_current(
                 rows, scale[one], side.amax[one], group.data, None, group.scale_inv, None, group.dtype, options
