@@ -262,7 +262,10 @@ class Installation:
     def _install(self, patch: FunctionPatch) -> None:
         if patch.before is None:
             owner, name = patch.qualname.split(".")
-            self._put(getattr(sys.modules[patch.module], owner), name, self._added_method(patch.module, owner, name))
+            method = self._added_method(patch.module, owner, name)
+            # Without the imports of the module, Python compiles calls of imported names to other code.
+            getattr(method, "__func__", method).__code__ = patch.after
+            self._put(getattr(sys.modules[patch.module], owner), name, method)
         else:
             self._put(patch.live, "__code__", patch.after)
 

@@ -353,15 +353,18 @@ def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]
         ("@staticmethod\ndef added(*, x=6):\n    return x", lambda m: m.A.added()),
         ("def added(self):\n    return self.__y() + 4", lambda m: m.A().added()),
         ("def added(self): pass", lambda m: 6 * (m.A.added.__qualname__ == "A.added")),
+        ("def added(self):\n    return math.floor(6.5)", lambda m: m.A().added()),
     ],
 )
 def test_functions_are_added_and_removed(
     standin: Callable[..., StandIn], text: str, call: Callable[[Any], Any]
 ) -> None:
-    package = standin("class A:\n    def __y(self):\n        return 2\n    def run(self):\n        return 1\n")
+    methods = "    def __y(self):\n        return 2\n    def run(self):\n        return 1\n"
+    package = standin(f"import math\nclass A:\n{methods}")
     names = set(vars(package.module.A))
-    installation = package.install(package.add("A.run", text))
+    installation = package.install(change=package.add("A.run", text))
     assert call(package.module) == 6
+    assert installation.is_live("change")
     installation.revert()
     assert set(vars(package.module.A)) == names
 
