@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import gc
 import os
 import tempfile
 import types
@@ -29,7 +30,7 @@ from tests.verify.driver.setting import (
     sample,
     the_tracker,
 )
-from tests.verify.driver.training import Training, event
+from tests.verify.driver.training import Training, event, fp8_state
 
 
 def connect() -> None:
@@ -332,6 +333,37 @@ class FailingInFp8(Failing):
 @event
 def failed_capture_in_fp8(t: Training) -> None:
     failed_capture(t, 0, 2, 3, kind=FailingInFp8, enabled=False)
+
+
+def fail_and_keep_the_error(t: Training, layer: Failing) -> None:
+    """Fail in a capture. The error and this frame refer to each other, so only the garbage collector frees them."""
+    kept = []
+    try:
+        t.graph((layer,), ((sample().requires_grad_(),),), num_warmup_iters=2)
+    except ZeroDivisionError as error:
+        kept.append(error)
+
+
+@event
+def failed_capture_in_garbage(t: Training) -> None:
+    """Train eagerly before and after a failed capture. Its error is freed between a forward and its backward."""
+    layer, before = Failing(), linear()
+    t.prepare(-1, layer)
+    t.prepare(-1, before)
+    for fails in (False, True):
+        if fails and t.graphed:
+            layer.failure, layer.count = "capture forward", 0
+            fail_and_keep_the_error(t, layer)
+            layer.failure = ""
+        t.mark_first(layer, before)
+        x = random().requires_grad_()
+        with autocast(t.recipe):
+            out = layer(te.checkpoint(before, x))
+        gc.collect()
+        out.backward(torch.randn_like(out))
+        t.see("outputs of another", out)
+        t.see("dgrads of another", x.grad)
+        t.see("FP8 state of another", *fp8_state(before), *fp8_state(layer))
 
 
 @event

@@ -43,7 +43,7 @@ EVENTS = (
     "misuse_backward",
 )
 RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
-ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy", "several_calls_with_one_input")
+ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy", "several_calls_with_one_input", "failed_capture_in_garbage")
 SILENT_EVENTS = ("infer_in_inference_mode", "failed_capture_in_fp8", "nested_in_two_precisions", "misuse_object")
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
@@ -343,7 +343,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
     ),
     "a training loop sets the marks of classes as those of modules": lambda p: (
-        p.weights != "class"
+        p.weights not in ("class", "property")
         or (
             p.recipe != "bf16"
             and not (p.checkpoints or p.inference or p.first or p.calibrating or p.inside)
@@ -487,6 +487,8 @@ ORDINARY: tuple[str, ...] = (
     *("several_calls_with_one_input", "Returning, order", "Detached, order", "TwoPrecisions, recipe delayed"),
     *("Masked, order", "patched, evaluate_copy", "evaluate_copy", "retain, step_of_losses"),
     *("retain, together, step_of_losses", "weights set, fused", "weights set, fused, order"),
+    *("weights property", "weights property, order", "fused, flat_main_grads", "Wide, fused, flat_main_grads"),
+    *("failed_capture_in_garbage", "failed_capture_in_garbage, fused"),
 )
 
 SILENT: tuple[str, ...] = (
@@ -497,7 +499,7 @@ SILENT: tuple[str, ...] = (
 
 RARE_FIELDS = (
     *("inside", "strided", "in_place", "offload", "late_hooks", "fp8_mha", "same_input", "module_hooks"),
-    "warmup_hook",
+    *("warmup_hook", "flat_main_grads"),
 )
 """Fields of `RARE` only. Groups of the last three are drawn last, so what is added there changes no other program."""
 PLAINER = ("modules", "recipe", "other", "bias", "fused", "weights", "retain", "order")

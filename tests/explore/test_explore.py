@@ -107,10 +107,12 @@ def test_a_program_follows_from_its_seed_and_keeps_the_rules() -> None:
 def test_each_kind_is_drawn() -> None:
     p = programs
     wanted = {*p.MODULES, *p.EVENTS, *p.RARE_EVENTS, *p.ORDINARY_EVENTS, *p.SILENT_EVENTS}
-    wanted |= {f"weights {value}" for value in ("marked", "cached", "set", "class", "own")} | {"retain"}
+    wanted |= {f"weights {value}" for value in ("marked", "cached", "set", "class", "property", "own")}
+    wanted |= {"retain", "flat_main_grads"}
     drawn = set[str]()
     for program in map(draw, range(1500)):
-        drawn |= {*program.modules, *program.events, f"weights {program.weights}", "retain" * program.retain}
+        drawn |= {*program.modules, *program.events, f"weights {program.weights}"}
+        drawn |= {name for name in ("retain", "flat_main_grads") if getattr(program, name)}
     assert not wanted - drawn
     rows = {*p.ORDINARY_MODULES, *p.ORDINARY_EVENTS, *p.SILENT_MODULES, *p.SILENT_EVENTS}
     often = [name for program in map(draw, range(1500)) for name in {*program.modules, *program.events} & rows]

@@ -127,8 +127,9 @@ class Captured:
             with torch.no_grad(), autocast(self.recipe):
                 layer(sample())
         if program.fused:
-            for parameter in fused(layer):
-                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+            weights = fused(layer)
+            for parameter, main_grad in zip(weights, make_main_grads(weights), strict=True):
+                parameter.main_grad = main_grad
                 if program.warmup_hook and self.graphed and number >= 0:  # not of a capture that fails
                     parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
@@ -300,15 +301,31 @@ def mark(module: Any) -> None:
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **{**kwargs, "is_first_microbatch": module.is_first_microbatch})
-        if program.weights not in ("set", "class"):
+        if program.weights not in MARKS_OF_THE_LOOP:
             module.is_first_microbatch = False
         return out
 
-    if program.weights == "class":
-        module.__class__ = type("Marked", (type(module),), {"is_first_microbatch": False})
+    if program.weights in OF_CLASSES:
+        module.__class__ = type("Marked", (type(module),), OF_CLASSES[program.weights])
     else:
         module.is_first_microbatch = True
     module.forward = marked
+
+
+OF_CLASSES: dict[str, dict[str, Any]] = {
+    "class": {"is_first_microbatch": False},
+    "property": {"is_first": True, "is_first_microbatch": property(lambda module: module.is_first)},
+}
+"""The attributes of a module's class, by the ``weights`` of programs with marks that are no attributes of modules."""
+MARKS_OF_THE_LOOP = ("set", *OF_CLASSES)
+
+
+def set_mark(module: Any, is_first: bool) -> None:
+    """Set a first-microbatch mark where the program has it: on the module, or on its class."""
+    if program.weights == "property":
+        type(module).is_first = is_first
+    else:
+        (type(module) if program.weights == "class" else module).is_first_microbatch = is_first
 
 
 def reuse_first_weights(module: Any) -> None:
@@ -324,6 +341,19 @@ def delayed(layer: Any) -> list[Any]:
         for module in layer.modules()
         if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks") and [*module.parameters(recurse=False)]
     ]
+
+
+def make_main_grads(weights: list[Any]) -> list[torch.Tensor]:
+    """Return a ``main_grad`` of zeros for each weight. In a flat buffer, a scalar in bf16 precedes each of them."""
+    if not program.flat_main_grads:
+        return [torch.zeros(weight.shape, device="cuda") for weight in weights]
+    buffer = torch.zeros(4 * sum(weight.numel() + 1 for weight in weights), dtype=torch.uint8, device="cuda")
+    main_grads, end = [], 0
+    for weight, dtype in zip(weights, itertools.cycle((torch.float32, torch.bfloat16))):
+        start = -(-(end + 2) // dtype.itemsize) * dtype.itemsize
+        end = start + weight.numel() * dtype.itemsize
+        main_grads.append(buffer[start:end].view(dtype).view(weight.shape))
+    return main_grads
 
 
 def change_main_grads(modules: Iterable[Any]) -> None:

@@ -18,12 +18,14 @@ class Program:
     other: str = "bf16"  # the second recipe, for some events and autocasts
     bias: bool = False
     fused: bool = False  # wgrads are added to ``main_grad``
+    flat_main_grads: bool = False  # the ``main_grad``s of a layer are views of one buffer, in turn in fp32 and bf16
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too, emulated by torch operations with its rounding
     built_without_grad: bool = False
     weights: str = "plain"  # "marked": modules mark first microbatches; "cached": graphs also cache weights;
     # "set": the training loop sets the mark of each microbatch, and no forward clears it; "class": as "set", but the
-    # mark is an attribute of the class, which is False in the capture;
+    # mark is an attribute of the class, which is False in the capture; "property": as "set", but the mark is a property
+    # that cannot be set, and the loop sets the value that it returns;
     # "own": modules always use the FP8 weights of their first forward
     frozen: tuple[int, ...] = ()  # numbers of the layers that are not trained
     in_bf16: tuple[int, ...] = ()  # numbers of layers without FP8

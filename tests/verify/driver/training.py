@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from .graphs import Captured, arguments, delayed
+from .graphs import MARKS_OF_THE_LOOP, OF_CLASSES, Captured, arguments, delayed, set_mark
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
 EVENTS: dict[str, Callable[..., None]] = {}
@@ -49,7 +49,7 @@ class Training(Captured):
         return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
     def mark_first(self, *layers: Any) -> None:
-        for module in self.marked(*layers) if program.weights != "class" else ():
+        for module in self.marked(*layers) if program.weights not in OF_CLASSES else ():
             module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
@@ -59,9 +59,8 @@ class Training(Captured):
             call = self.reducing[number]
         if program.weights == "cached" and graphed and number not in program.not_captured:
             options["is_first_microbatch"] = microbatch == 0
-        for module in self.marked(self.layers[number]) if program.weights in ("set", "class") else ():
-            owner = module if program.weights == "set" else type(module)
-            owner.is_first_microbatch = microbatch == 0
+        for module in self.marked(self.layers[number]) if program.weights in MARKS_OF_THE_LOOP else ():
+            set_mark(module, microbatch == 0)
         in_bf16 = number in program.in_bf16
         if program.checkpoints and not in_bf16:
             call = checkpointed(program.checkpoints[number], call)
@@ -246,7 +245,7 @@ class Training(Captured):
         for layer in self.layers:
             layer.train()
         for module, mark in marks.items():  # in a step in progress, the evaluation must not add a first microbatch
-            module.is_first_microbatch = mark
+            set_mark(module, mark)
 
     def state(self) -> None:
         """Record the state that later steps and checkpoints use, and the state of the process."""
