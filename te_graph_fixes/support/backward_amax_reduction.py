@@ -33,6 +33,14 @@ class FirstModule:
         return partial(set_first_module, was_first)
 
     def take(self, ctx: Any, _outputs: Any) -> None:
-        """Take the flag of the replay's autocast if an eager module would: if its forward has a backward."""
-        if ctx.call.takes_grads and any(ctx.needs_input_grad):
+        """Take the flag of the replay's autocast if an eager module would: if an input or a parameter needs a gradient.
+
+        Parameters that got no gradient in the capture, for example those of a router, are no inputs of ``ctx``.
+        """
+        if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, self._used.owners))):
             set_first_module(False)
+
+
+def _is_trained(owner: Any) -> bool:
+    """Return whether a parameter of a module needs a gradient."""
+    return any(parameter.requires_grad for parameter in owner.parameters())

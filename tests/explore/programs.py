@@ -382,6 +382,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
 
 
 FOUND = {
+    "the flag of the first FP8 module, after a graph without inputs or outputs that need gradients": Program(
+        modules=("Router", "layernorm_linear"), recipe="delayed", input_grads=False
+    ),
     "scales of attention, in current scaling and without a warmup": Program(
         modules=("CoreAttention",),
         recipe="current",
