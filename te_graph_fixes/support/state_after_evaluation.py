@@ -84,7 +84,7 @@ class RecipeStates:
                     state.take_over()
         if self._in_bf16_last and FP8GlobalStateManager.is_fp8_enabled():
             for module in self._in_bf16_last:
-                module.fp8 = False
+                module.fp8 = module.fp8_initialized = module.fp8_meta["fp8_checkpoint"] = False
         self._replacements_before = _State.replacements
 
     def check_backward(self, _ctx: Any) -> None:

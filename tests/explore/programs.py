@@ -327,11 +327,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         )
     ),
     "a layer that runs twice, in two precisions, has limits (docs/limits.md), and delays no wgrads": lambda p: (
-        "TwoPrecisions" not in p.modules
-        or not (
-            (p.delay or p.checkpoints or (p.fused and p.weights != "plain"))
-            or {"evaluate_in_other", "switch_recipe"} & {*p.events}
-        )
+        "TwoPrecisions" not in p.modules or not (p.delay or p.checkpoints or (p.fused and p.weights != "plain"))
     ),
     "a graph that caches weights also caches those of a layer that nobody marks": lambda p: (
         "Listed" not in p.modules or p.weights != "cached"

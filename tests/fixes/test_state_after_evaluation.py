@@ -47,6 +47,7 @@ def train(graph, evaluates, takes_branch):
             state = module.fp8_meta["scaling_fwd"]
             if hasattr(state, "scale"):
                 yield from (state.scale, state.amax_history)
+            yield torch.tensor([module.fp8_initialized, module.get_extra_state().numel() > 0])
         layer.zero_grad()
         if evaluates:
             layer.eval()
