@@ -92,11 +92,11 @@ PATCH = """
 +
 +# If the capture fails, restore all changed state for which the device still responds.
 +import traceback
-+from ._te_first_microbatches import SavedMarks
++from ._te_first_microbatches import SavedState
 +from ._te_fp8_state_at_replay import restore_after_failure
 +
 +submodules = [m for module in modules for m in module.modules()]
-+marks = SavedMarks(submodules)
++saved_state = SavedState(submodules)
 +delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
 +delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
 +skip_flag = STATE.skip_fp8_weight_update_tensor
@@ -108,7 +108,8 @@ PATCH = """
 +except BaseException as error:
 +    STATE.skip_fp8_weight_update_tensor = skip_flag
 +    with contextlib.suppress(Exception):
-+        marks.restore()
++        saved_state.restore_marks()
++        saved_state.restore_weights(submodules)
 +    for context, pending in delayed_wgrads:
 +        context.queue.clear()
 +        context.queue.extend(pending)

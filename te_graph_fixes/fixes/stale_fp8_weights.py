@@ -38,7 +38,7 @@ GRAPH = """
 +with microbatches.during_backward(STATE, replays.of(bwd_graph)), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
-+microbatches.restore_marks()
++microbatches.restore()
  ret = []
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:

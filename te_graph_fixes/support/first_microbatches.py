@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,15 +26,27 @@ MARK = "is_first_microbatch"
 _MISSING = object()
 
 
-class SavedMarks:
-    """The marks of modules, and the places that hold them: the module, its classes, or a property or slot."""
+class SavedState:
+    """The cached FP8 weights of modules, and their marks in the places that hold them.
+
+    These places are the module, its classes, or a property or slot.
+    """
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
         classes = {cls for module in self._values for cls in type(module).__mro__}
         self._attributes = [(owner, vars(owner).get(MARK, _MISSING)) for owner in (*self._values, *classes)]
+        cached = {module: getattr(module, "_fp8_workspaces", None) for module in self._values}
+        self._weights = {module: (weights, {**weights}) for module, weights in cached.items() if weights is not None}
 
-    def restore(self) -> None:
+    def restore_weights(self, modules: Collection[Any]) -> None:
+        """Restore the cached FP8 weights of those of the ``modules`` that cache any."""
+        for module in self._weights.keys() & {*modules}:
+            weights, before = self._weights[module]
+            weights.clear()
+            weights.update(before)
+
+    def restore_marks(self) -> None:
         """Restore each mark in its place. A mark of a class is not hidden by a mark of its instances."""
         for owner, value in self._attributes:
             if vars(owner).get(MARK, _MISSING) is value:
@@ -57,25 +69,32 @@ class FirstMicrobatches:
 
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
-        self._saved = SavedMarks(modules)
+        self._saved = SavedState(modules)
         self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
         # The nearest marked module around each module: inner modules come later.
         self._owners = {inner: owner for owner in self.marks for inner in owner.modules()}
         self.told_first: set[Any] = set()
+        self._told_later: set[Any] = set()
         self.marked_by_class: set[Any] = set()
         self.kept: set[Any] = set()
         """The modules whose forward does not clear a mark that is True."""
         self._caches_weights = caches_weights
         self._needs_flags = True
 
-    def restore_marks(self) -> None:
-        """Restore the marks, which the warmup has cleared, except marks that are plain attributes of a class."""
+    def restore(self) -> None:
+        """Restore the marks, which the warmup has cleared, except marks that are plain attributes of a class.
+
+        If a module only reuses weights, restore those that it cached before the warmup. If there were none, the first
+        replay quantizes the weights of that time, as an eager forward would.
+        """
         self.marked_by_class = {
             module
             for module in self.marks
             if MARK not in vars(module) and not hasattr(inspect.getattr_static(type(module), MARK, None), "__set__")
         }
-        self._saved.restore()
+        self._saved.restore_marks()
+        if not self._caches_weights:
+            self._saved.restore_weights(self._told_later - self.told_first - self._owners.keys())
 
     @contextlib.contextmanager
     def during_warmup(self, state: Any) -> Iterator[None]:
@@ -125,8 +144,8 @@ class FirstMicrobatches:
     def flag_of(self, module: Any, is_first: bool | None) -> None:
         """Record the ``is_first_microbatch`` of one call of a module in the warmup."""
         self._needs_flags |= is_first is not None
-        if is_first:
-            self.told_first.add(module)
+        if is_first is not None:
+            (self.told_first if is_first else self._told_later).add(module)
 
 
 class _AsFirst:
@@ -242,7 +261,7 @@ class GraphFlags:
             if reuses != reused:
                 self._flags[owner].fill_(reuses)
                 self._reuses[owner] = reuses
-        call.reuses_weights = all(self._reuses.values()) if self._reuses else None
+        call.reuses_weights = all(self._reuses.values())
 
 
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:

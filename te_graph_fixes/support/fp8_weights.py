@@ -71,8 +71,7 @@ class CachedWeights:
                 for key, tensor in tensors.items():
                     setattr(weight, key, tensor)
                 owner._fp8_workspaces[name] = weight
-                if reuses:
-                    weight.quantize_(_values(owner, name))
+                weight.quantize_(_values(owner, name))
             elif reuses:
                 for key, tensor in tensors.items():
                     tensor.copy_(getattr(cached, key))

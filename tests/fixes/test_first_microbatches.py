@@ -509,3 +509,53 @@ for name, where, fused, recomputes in itertools.product(
 
 def test_a_mark_that_no_forward_clears_counts_or_raises() -> None:
     assert "wrong" not in run_program(KEPT)
+
+
+ONLY_REUSED = """
+from tests.verify.driver.setting import make_recipe
+
+class Layer(torch.nn.Module):
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x):
+        y = self.linear(x, is_first_microbatch=False)
+        if self.fails and torch.cuda.is_current_stream_capturing():
+            raise ZeroDivisionError
+        return y
+
+def train(graph, name, runs_before, loads, fails):
+    torch.manual_seed(1)
+    recipe, layers = make_recipe(name), (Layer(), Layer())
+    for layer in layers if runs_before else ():
+        with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+            layer(random())
+    for layer in layers if graph else ():
+        layer.fails = fails
+        with contextlib.suppress(ZeroDivisionError):
+            te.make_graphed_callables(layer, (random(),), enabled=True, recipe=recipe)
+        layer.fails = False
+    if loads:
+        for layer in layers:
+            layer.linear.weight.data.mul_(-3)
+    torch.manual_seed(2)
+    for _ in range(3):
+        x = y = random()
+        for layer in layers:
+            with te.autocast(enabled=True, recipe=recipe):  # the first autocast updates the scales of both layers
+                y = layer(y)
+        y.float().square().mean().backward()
+        yield from (y, x.grad)
+
+for case in itertools.product(("delayed", "current", "block"), *[(False, True)] * 3):
+    compare(train, *case)
+"""
+
+
+def test_weights_that_are_only_reused_are_quantized_in_the_first_step() -> None:
+    """The weights are loaded after the capture, or have newer scales then. A capture may also fail."""
+    run_program(ONLY_REUSED)
