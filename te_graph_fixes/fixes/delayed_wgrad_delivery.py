@@ -36,7 +36,7 @@ PATCH = """
  with ..., _graph_context_wrapper(bwd_dw_graph, ...):
      for module in visited_te_modules[ANY_INDEX]:
          ...
-+replays[ANY_INDEX].add("wgrad deliver", "gradients", delivery(delayed_grads))
++replays[ANY_INDEX].add("wgrad deliver", "assign gradients", delivery(delayed_grads))
 @@ (3 times)
  module.backward_dw()
 

@@ -23,7 +23,7 @@ PATCH = """
 +from ._te_fp8_weights import PrimaryWeights
 +
 +transposes = PrimaryWeights(func if is_training else None)
-+replays.of(fwd_graph).add("forward prepare", "transposes", transposes.refresh)
++replays.of(fwd_graph).add("forward prepare", "recompute transposes", transposes.refresh)
 """
 
 FIX = Fix(

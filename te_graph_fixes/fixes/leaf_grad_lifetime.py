@@ -14,8 +14,8 @@ PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +from ._te_leaf_grad_lifetime import copies_of_grads, note_leaves
 +
-+replay.add("forward prepare", "leaves", note_leaves)
-+replay.add("backward deliver", "copies", copies_of_grads(len(static_grad_inputs)))
++replay.add("forward prepare", "note leaf inputs", note_leaves)
++replay.add("backward deliver", "copy input gradients", copies_of_grads(len(static_grad_inputs)))
  class Graphed(torch.autograd.Function):
      ...
 """

@@ -41,7 +41,7 @@ PATCH = """
 +sample_arguments = SampleArguments(
 +    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
 +)
-+replays[i].add("forward check", "arguments", sample_arguments.check)
++replays[i].add("forward check", "compare arguments", sample_arguments.check)
 +mark_outputs(replays[i], sample_arguments, per_callable_static_outputs[i], per_callable_static_grad_outputs[i])
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
@@ -49,7 +49,7 @@ PATCH = """
 +from ._te_replay_arguments_outputs import refuse_backward
 +
 +if not is_training or all(grad is None for grad in static_grad_outputs):
-+    replay.add("backward check", "captured", refuse_backward)
++    replay.add("backward check", "require captured backward", refuse_backward)
  class Graphed(torch.autograd.Function):
      ...
 """

@@ -30,7 +30,7 @@ PATCH = """
 +
  visited_te_modules = ANY_EMPTY
 @@
-+replays[i].add("forward prepare", "skip flag", use_own_skip_flag)
++replays[i].add("forward prepare", "use own skip flag", use_own_skip_flag)
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 """
 

@@ -19,9 +19,9 @@ class FirstModule:
     def __init__(self, replay: Any) -> None:
         """Add the steps to the replays of the graph."""
         self._used = used_state(replay)
-        replay.add("forward prepare", "first module", self.lend)
+        replay.add("forward prepare", "lend first module", self.lend)
         if self._used.has_first_module:
-            replay.add("forward record", "first module", self.take)
+            replay.add("forward record", "take first module", self.take)
 
     def lend(self, _call: Any) -> Callable[[], None] | None:
         """Set the flag for TE's replay. Return a function that restores it, or None if it stays as it is."""

@@ -110,13 +110,13 @@ class FirstMicrobatches:
         flags = None
         if self._needs_flags and not self._caches_weights:
             flags = GraphFlags(owners, self)
-            replay.add("forward prepare", "flags of modules", flags.fill)
+            replay.add("forward prepare", "fill flags of modules", flags.fill)
         elif not self._caches_weights and _takes_marks(function):
-            replay.add("forward check", "first microbatch", _refuse_reuse)
+            replay.add("forward check", "require first microbatch", _refuse_reuse)
         with self._without_shared_flag(state, flags) as as_first:
             yield
         if as_first:
-            replay.add("forward check", "first microbatch", as_first.check)
+            replay.add("forward check", "require first microbatch", as_first.check)
         self.kept.update(owner for owner in owners if owner.is_first_microbatch)
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class FirstMicrobatches:
         with self._without_shared_flag(state, None, in_backward=True) as as_first:
             yield
         if as_first:
-            replay.add("backward check", "first microbatch", as_first.check)
+            replay.add("backward check", "require first microbatch", as_first.check)
 
     @contextlib.contextmanager
     def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:

@@ -85,14 +85,14 @@ class UsedState:
     def add_to(self, replay: Any) -> None:
         """Add the work of an eager forward on this state to the replays of the graph."""
         if self.updated_inside or self.updated_in_backward:
-            replay.add("forward check", "own autocasts", self.require_no_update_inside)
+            replay.add("forward check", "refuse own autocasts", self.require_no_update_inside)
         if self.in_capture:
-            replay.add("forward prepare", "registration", self.register)
+            replay.add("forward prepare", "register states of capture", self.register)
         if self.of_modules:
-            replay.add("forward check", "copied states", self.require_copies)
-            replay.add("forward prepare", "copied states", self.use_copies)
+            replay.add("forward check", "require copied scales", self.require_copies)
+            replay.add("forward prepare", "use copied scales", self.use_copies)
         if self.updates_scales:
-            replay.add("forward deliver", "updates of scales", self.update_scales)
+            replay.add("forward deliver", "update scales", self.update_scales)
 
     def require_no_update_inside(self, call: Any) -> None:
         """Raise RuntimeError if eager training would update scales between two uses of a state."""

@@ -46,9 +46,9 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
         del FP8GlobalStateManager.updates_of_capture
     if replay is not None and updates.kinds:
         steps = _Steps(updates.kinds, flag)
-        replay.add("backward prepare", "skip flag", steps.fill_flag)
-        replay.add("backward prepare", "updates of scales", steps.take_update)
-        replay.add("backward deliver", "updates of scales", steps.update)
+        replay.add("backward prepare", "fill skip flag", steps.fill_flag)
+        replay.add("backward prepare", "take scale updates", steps.take_update)
+        replay.add("backward deliver", "update scales", steps.update)
 
 
 class _Steps:

@@ -46,33 +46,45 @@ from typing import Any
 import torch
 
 ORDER: dict[str, tuple[str, ...]] = {
-    "forward check": ("arguments", "first microbatch", "recipe", "own autocasts", "contract", "copied states"),
+    "forward check": (
+        "compare arguments",
+        "require first microbatch",
+        "require recipe",
+        "refuse own autocasts",
+        "require contract",
+        "require copied scales",
+    ),
     "forward prepare": (
-        "leaves",
-        "recipe states",  # before the registrations of these states, and before weights are quantized with them
-        "registration by TE",
-        "registration",  # after TE's, which does not know that attention has a recipe of its own
-        "copied states",  # after the registrations, because a recomputation exchanges the values of these states
-        "first module",
-        "transposes",
-        "skip flag",
-        "flags of modules",  # before "cached weights", because the flags decide whether the graph reuses its weights
-        "cached weights",
-        "generators",
+        "note leaf inputs",
+        "resume recipe states",  # before these states are registered, and before weights are quantized with them
+        "register states of TE",
+        "register states of capture",  # after TE's, which does not know that attention has a recipe of its own
+        "use copied scales",  # after the registrations, because a recomputation exchanges the values of these states
+        "lend first module",
+        "recompute transposes",
+        "use own skip flag",
+        "fill flags of modules",  # before the cached weights, because the flags decide whether the graph reuses them
+        "refresh cached weights",
+        "lend generators",
     ),
-    "forward record": ("outputs without gradients", "first module", "order of replays"),
-    "forward deliver": ("updates of scales", "copies"),
-    "backward check": ("captured", "first microbatch", "contract", "recipe states"),
-    "backward prepare": ("skip flag", "updates of scales", "generators"),
+    "forward record": ("mark outputs without gradients", "take first module", "note replay"),
+    "forward deliver": ("update scales", "copy outputs"),
+    "backward check": (
+        "require captured backward",
+        "require first microbatch",
+        "require contract",
+        "require recipe states",
+    ),
+    "backward prepare": ("fill skip flag", "take scale updates", "lend generators"),
     "backward deliver": (
-        "order of replays",  # before "copies", because it determines which gradients are copied
-        "updates of scales",
-        "marks",
-        "copies",
+        "note replay",  # before the copies, because it determines which gradients are copied
+        "update scales",
+        "mark weights",
+        "copy input gradients",
     ),
-    "wgrad check": ("contract",),
-    "wgrad prepare": ("generators",),
-    "wgrad deliver": ("order of replays", "gradients"),
+    "wgrad check": ("require contract",),
+    "wgrad prepare": ("lend generators",),
+    "wgrad deliver": ("note replay", "assign gradients"),
 }
 """The steps of each phase. A disabled fix adds none.
 
@@ -121,7 +133,7 @@ class Replay:
 
     def __init__(self) -> None:
         self._steps: dict[str, list[tuple[int, Callable[..., Any]]]] = {phase: [] for phase in ORDER}
-        self.add("forward prepare", "registration by TE", _register)
+        self.add("forward prepare", "register states of TE", _register)
 
     def add(self, phase: str, name: str, step: Callable[..., Any]) -> None:
         """Add the step called ``name`` in `ORDER`."""

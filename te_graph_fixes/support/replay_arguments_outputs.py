@@ -45,4 +45,4 @@ def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outpu
             ctx.mark_non_differentiable(*[outputs[index] for index in without if outputs[index] is not None])
 
     if without and torch.is_grad_enabled():
-        replay.add("forward record", "outputs without gradients", mark)
+        replay.add("forward record", "mark outputs without gradients", mark)

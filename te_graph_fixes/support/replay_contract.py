@@ -73,13 +73,13 @@ class Preconditions:
     def add_to(self, replay: Any) -> None:
         """Add the steps to the replays of the graphs."""
         replay.name = self._record.name
-        replay.add("forward check", "contract", self.check_forward)
-        replay.add("forward record", "order of replays", self.note_forward)
-        replay.add("forward deliver", "copies", self.copy_outputs)
-        replay.add("backward check", "contract", self.check_backward)
-        replay.add("backward deliver", "order of replays", self.note_backward)
-        replay.add("wgrad check", "contract", self.check_wgrad)
-        replay.add("wgrad deliver", "order of replays", self.note_wgrad)
+        replay.add("forward check", "require contract", self.check_forward)
+        replay.add("forward record", "note replay", self.note_forward)
+        replay.add("forward deliver", "copy outputs", self.copy_outputs)
+        replay.add("backward check", "require contract", self.check_backward)
+        replay.add("backward deliver", "note replay", self.note_backward)
+        replay.add("wgrad check", "require contract", self.check_wgrad)
+        replay.add("wgrad deliver", "note replay", self.note_wgrad)
 
     def check_forward(self, call: Any) -> None:
         """Raise RuntimeError if the result of the forward would differ from the eager module."""

@@ -29,9 +29,9 @@ class Generators:
     def add_to(self, replay: Any) -> None:
         """Add the steps to the replays of a callable, unless no tracker had generators."""
         if self._captured:
-            replay.add("forward prepare", "generators", self.lend)
-            replay.add("backward prepare", "generators", self.lend)
-            replay.add("wgrad prepare", "generators", self.lend)
+            replay.add("forward prepare", "lend generators", self.lend)
+            replay.add("backward prepare", "lend generators", self.lend)
+            replay.add("wgrad prepare", "lend generators", self.lend)
 
     def lend(self, *_: Any) -> Callable[[], None] | None:
         """Copy the states of replaced generators to the captured ones. Return a function that copies them back."""

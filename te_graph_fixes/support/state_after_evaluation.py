@@ -45,9 +45,9 @@ class RecipeStates:
             groups = getattr(module, "_module_groups", None) or ()
             self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
         if self._held:
-            replay.add("forward check", "recipe", self.check)
-            replay.add("forward prepare", "recipe states", self.resume)
-            replay.add("backward check", "recipe states", self.check_backward)
+            replay.add("forward check", "require recipe", self.check)
+            replay.add("forward prepare", "resume recipe states", self.resume)
+            replay.add("backward check", "require recipe states", self.check_backward)
 
     def check(self, call: Any) -> None:
         """Find the modules whose eager forward would initialize their FP8 state again (``call.resumed``).

@@ -118,12 +118,12 @@ def train(kind, refuses):
 
 ORDER = _te_replay.ORDER
 DECLARED = [
-    ("recipe states", "registration by TE"),
-    ("registration by TE", "registration"),
-    ("registration", "copied states"),
-    ("recipe states", "cached weights"),
-    ("flags of modules", "cached weights"),
-    ("order of replays", "copies"),
+    ("resume recipe states", "register states of TE"),
+    ("register states of TE", "register states of capture"),
+    ("register states of capture", "use copied scales"),
+    ("resume recipe states", "refresh cached weights"),
+    ("fill flags of modules", "refresh cached weights"),
+    ("note replay", "copy input gradients"),
 ]
 
 def reordered(names):
