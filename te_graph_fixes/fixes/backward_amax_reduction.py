@@ -6,23 +6,22 @@ In an autocast, the first FP8 module with a backward updates the scales of all b
 finds this module by a flag. An eager module clears the flag only in grad mode, and only if an input or parameter needs
 a gradient. In contrast, `Graphed.forward` always clears it. After a frozen layer or a teacher, the scales of the
 backward therefore stay 1. With the fix, a replay clears the flag only if it has a backward and the forward cleared the
-flag in the capture. During the replay, the graph still decides by this flag whether to set the skip flag of the
-weights.
+flag in the capture.
 """
 
 from ..fix import Fix
 from .shapes import REPLAY_STEPS
 
 PATCH = """
-@@ graph.py _make_graphed_callables
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function
 +from ._te_backward_amax_reduction import FirstModule
 +
- visited_te_modules = ANY_EMPTY
-@@
-+FirstModule(replays[i])
- ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
-@@ graph.py _make_graphed_callables.Graphed.forward
- ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()
++first_module = FirstModule(replay)
+ class Graphed(torch.autograd.Function):
+     ...
+@@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward
+-ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()
++ctx.is_first_module = first_module.is_in_graph()
 """
 
 FIX = Fix(

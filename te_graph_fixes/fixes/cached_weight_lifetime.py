@@ -17,7 +17,7 @@ PATCH = """
  graph_callables[ANY_INDEX] = func
 +from ._te_fp8_weights import CachedWeights
 +
-+replays.of(fwd_graph).add("forward prepare", "refresh cached weights", CachedWeights(func).refresh)
++CachedWeights(func).add_to(replays.of(fwd_graph))
 """
 
 FIX = Fix(

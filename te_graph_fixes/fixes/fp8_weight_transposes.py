@@ -22,8 +22,8 @@ PATCH = """
  graph_callables[ANY_INDEX] = func
 +from ._te_fp8_weights import PrimaryWeights
 +
-+transposes = PrimaryWeights(func if is_training else None)
-+replays.of(fwd_graph).add("forward prepare", "recompute transposes", transposes.refresh)
++if is_training:
++    PrimaryWeights(func).add_to(replays.of(fwd_graph))
 """
 
 FIX = Fix(

@@ -12,10 +12,9 @@ from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_leaf_grad_lifetime import copies_of_grads, note_leaves
++from ._te_leaf_grad_lifetime import add_copies
 +
-+replay.add("forward prepare", "note leaf inputs", note_leaves)
-+replay.add("backward deliver", "copy input gradients", copies_of_grads(len(static_grad_inputs)))
++add_copies(replay, static_grad_inputs, len_user_args)
  class Graphed(torch.autograd.Function):
      ...
 """

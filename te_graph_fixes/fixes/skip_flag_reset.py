@@ -22,15 +22,15 @@ PATCH = """
 +
 +def use_own_skip_flag(call):
 +    # After a reset() there is another flag or none, but the graph reads its own flag.
-+    if call.skip_update is not None:
-+        if STATE.skip_fp8_weight_update_tensor is None:
-+            STATE.skip_fp8_weight_update_tensor = static_skip_flag
-+        elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:
-+            static_skip_flag.fill_(call.skip_update)
++    if STATE.skip_fp8_weight_update_tensor is None:
++        STATE.skip_fp8_weight_update_tensor = static_skip_flag
++    elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:
++        static_skip_flag.fill_(call.skip_update)
 +
  visited_te_modules = ANY_EMPTY
 @@
-+replays[i].add("forward prepare", "use own skip flag", use_own_skip_flag)
++if cache_quantized_params:
++    replays[i].add("forward prepare", "use own skip flag", use_own_skip_flag)
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 """
 

@@ -42,7 +42,9 @@ GRAPH = """
  ret = []
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:
-+if needs_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update, ctx.is_first_module):
++if skip_fp8_weight_update is not None and (
++    ctx.is_first_module or needs_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
++):
      ANY_FILL
 +    note_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
 """

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module, used_state
 
 
 class FirstModule:
-    """The flag at the replays of one graph.
-
-    TE's replay takes the flag. The steps let it take the flag only if a module did so in the capture. In an autocast
-    inside the graph, the first module takes the flag of this autocast.
-    """
+    """The flag at the replays of one graph, which take it only if a module took it in the capture."""
 
     def __init__(self, replay: Any) -> None:
-        """Add the steps to the replays of the graph."""
+        """Add the step to the replays of the graph."""
         self._used = used_state(replay)
-        replay.add("forward prepare", "lend first module", self.lend)
+        self._is_in_graph = self._used.has_first_module or self._used.has_own_backward
         if self._used.has_first_module:
             replay.add("forward record", "take first module", self.take)
 
-    def lend(self, _call: Any) -> Callable[[], None] | None:
-        """Set the flag for TE's replay. Return a function that restores it, or None if it stays as it is."""
-        was_first = is_first_module()
-        is_taken = self._used.takes_first_module and was_first if autocast_depth() else self._used.has_own_backward
-        if not (is_taken or was_first):
-            return None
-        set_first_module(is_taken)
-        return partial(set_first_module, was_first)
+    def is_in_graph(self) -> bool:
+        """Return whether the first FP8 module of the current autocast is in the graph.
+
+        Outside of an autocast, it is the first module of an autocast inside the graph.
+        """
+        if not self._is_in_graph:
+            return False
+        return bool(is_first_module()) if autocast_depth() else bool(self._used.has_own_backward)
 
     def take(self, ctx: Any, _outputs: Any) -> None:
         """Take the flag of the replay's autocast if an eager module would: if an input or a parameter needs a gradient.

@@ -281,18 +281,13 @@ def note_fill(flag: torch.Tensor, value: bool) -> None:
     flag._te_filled = None if flag.is_inference() else (value, flag._version)  # type: ignore[attr-defined,unused-ignore]
 
 
-def needs_fill(flag: torch.Tensor | None, value: bool | None, is_first_module: bool) -> bool:
+def needs_fill(flag: torch.Tensor | None, value: bool) -> bool:
     """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
 
-    If the graph is the first module of an autocast, it fills the flag, as without this fix. A later module fills the
-    flag unless `note_fill` noted this value and the flag has not been written since.
+    It must, unless `note_fill` noted this value and the flag has not been written since.
     """
-    if value is None:
-        return False
-    if is_first_module or flag is None:
-        return True
     filled = getattr(flag, "_te_filled", None)
-    return filled is None or bool(filled != (value, flag._version))
+    return flag is None or bool(filled != (value, flag._version))
 
 
 def _modules(function: Any) -> Iterable[Any]:

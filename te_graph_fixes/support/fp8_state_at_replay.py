@@ -78,10 +78,6 @@ class UsedState:
     updated_inside: bool = False
     updated_in_backward: bool = False
 
-    @property
-    def takes_first_module(self) -> bool:
-        return self.has_first_module or self.has_own_backward
-
     def add_to(self, replay: Any) -> None:
         """Add the work of an eager forward on this state to the replays of the graph."""
         if self.updated_inside or self.updated_in_backward:

@@ -28,6 +28,11 @@ class PrimaryWeights:
         quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
 
+    def add_to(self, replay: Any) -> None:
+        """Add the step to the replays of the graph if there are such weights."""
+        if self._held:
+            replay.add("forward prepare", "recompute transposes", self.refresh)
+
     def refresh(self, _call: Any) -> None:
         """Update the columnwise data in the graph to the current values of the parameters."""
         for parameter, tensors in self._held:
@@ -57,6 +62,11 @@ class CachedWeights:
             for owner in getattr(module, "modules", tuple)()
             for name, weight in getattr(owner, "_fp8_workspaces", {}).items()
         ]
+
+    def add_to(self, replay: Any) -> None:
+        """Add the step to the replays of the graph if there are such weights."""
+        if self._held:
+            replay.add("forward prepare", "refresh cached weights", self.refresh)
 
     def refresh(self, call: Any) -> None:
         """Make the graph and its modules share their cached weights, as eager calls do."""

@@ -19,7 +19,8 @@ def record_marks(replay: Any, inputs: Sequence[Any]) -> Iterator[None]:
         tensor.grad_added_to_main_grad = False
     try:
         yield
-        replay.add("backward deliver", "mark weights", partial(_mark, _marked(inputs)))
+        if marked := _marked(inputs):
+            replay.add("backward deliver", "mark weights", partial(_mark, marked))
     finally:
         for tensor in marked_before:
             tensor.grad_added_to_main_grad = True

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 
-def note_leaves(call: Any) -> None:
-    """Note in ``call.copied_inputs`` the indexes of the inputs that are leaves and need a gradient."""
-    leaves = (i for i, x in enumerate(call.inputs) if getattr(x, "requires_grad", False) and x.is_leaf)
-    call.copied_inputs = [*leaves]
+def add_copies(replay: Any, static_grads: Sequence[Any], inputs: int) -> None:
+    """Make replays return copies of the gradients of leaf inputs, or of any inputs in ``ctx.call.copied_inputs``.
 
-
-def copies_of_grads(inputs: int) -> Callable[..., Any]:
-    """Return a step that copies the gradients of ``ctx.call.copied_inputs``.
-
-    The backward returns the gradients of this number of ``inputs`` last.
+    ``static_grads`` are the gradients in graph memory: those of ``inputs`` user inputs come first, and None stands for
+    a gradient that the graph does not compute. TE's autograd function returns them last.
     """
+    number = len(static_grads)
+    with_grad = [index for index in range(inputs) if static_grads[index] is not None]
+
+    def note_leaves(call: Any) -> None:
+        leaves = (index for index in with_grad if call.inputs[index].requires_grad and call.inputs[index].is_leaf)
+        call.copied_inputs = [*leaves]
 
     def copy(ctx: Any, gradients: Any) -> Any:
         if not ctx.call.copied_inputs:
             return gradients
         returned = list(gradients)
-        first = len(returned) - inputs
+        first = len(returned) - number
         for index in ctx.call.copied_inputs:
             if (grad := returned[first + index]) is not None:
                 returned[first + index] = grad.clone()
         return tuple(returned)
 
-    return copy
+    if with_grad:
+        replay.add("forward prepare", "note leaf inputs", note_leaves)
+        replay.add("backward deliver", "copy input gradients", copy)

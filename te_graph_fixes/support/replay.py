@@ -37,10 +37,8 @@ the hooks after `backward_dw` (`backward-dw-hooks`, `wgrad-hook-order`).
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -60,7 +58,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "register states of TE",
         "register states of capture",  # after TE's, which does not know that attention has a recipe of its own
         "use copied scales",  # after the registrations, because a recomputation exchanges the values of these states
-        "lend first module",
         "recompute transposes",
         "use own skip flag",
         "fill flags of modules",  # before the cached weights, because the flags decide whether the graph reuses them
@@ -86,20 +83,19 @@ ORDER: dict[str, tuple[str, ...]] = {
     "wgrad prepare": ("lend generators",),
     "wgrad deliver": ("note replay", "assign gradients"),
 }
-"""The steps of each phase. A disabled fix adds none.
+"""The steps of each phase. A disabled fix adds none, and neither does a fix that has nothing to do for a callable.
 
 The comments name each order that is necessary. Any other order changes at most which check raises first.
 """
 
 
-@dataclass(slots=True)
 class Call:
     """One replay of a forward. Its backward finds it in ``ctx.call``.
 
     ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
-    arguments. They are dropped during the replay. ``skip_update`` is TE's argument: True if a graph that caches FP8
-    weights reuses them, and None if it caches none. ``register_states`` is TE's registration of FP8 states for updates
-    of scales, or None outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
+    arguments. Their tensors are dropped after the replay. ``skip_update`` is TE's argument: True if a graph that caches
+    FP8 weights reuses them, and None if it caches none. ``register_states`` is TE's registration of FP8 states for
+    updates of scales, or None outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
 
     ``reuses_weights`` is ``skip_update``, or what the flags of the graph say if it has flags of its own. ``resumed``
     are modules with the recipe states of the graph, which replace theirs. ``copied_inputs`` are the indexes of inputs
@@ -109,21 +105,22 @@ class Call:
     time of its replay.
     """
 
-    skip_update: bool | None
-    inputs: Sequence[Any]
-    specs: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    register_states: Callable[[], None] | None
-    takes_grads: bool = field(default_factory=torch.is_grad_enabled)
-    reuses_weights: bool | None = None
     resumed: Sequence[Any] = ()
     copied_inputs: Sequence[int] = ()
-    updates_backward: bool = False
-    in_backward: bool = False
-    has_hooks: bool = False
-    in_checkpoint: bool = False
-    copies_outputs: bool = False
-    time: int = 0
+    updates_backward = in_backward = has_hooks = in_checkpoint = copies_outputs = False
+    time = 0
+
+    def __init__(
+        self,
+        skip_update: bool | None,
+        inputs: Sequence[Any],
+        specs: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        register_states: Callable[[], None] | None,
+    ) -> None:
+        self.skip_update = self.reuses_weights = skip_update
+        self.inputs, self.specs, self.keywords, self.register_states = inputs, specs, keywords, register_states
+        self.takes_grads = torch.is_grad_enabled()
 
 
 class Replay:
@@ -132,27 +129,21 @@ class Replay:
     name = "This graphed callable"
 
     def __init__(self) -> None:
-        self._steps: dict[str, list[tuple[int, Callable[..., Any]]]] = {phase: [] for phase in ORDER}
+        self._steps: dict[str, list[Callable[..., Any]]] = {phase: [] for phase in ORDER}
+        self._ranks: dict[str, list[int]] = {phase: [] for phase in ORDER}
         self.add("forward prepare", "register states of TE", _register)
 
     def add(self, phase: str, name: str, step: Callable[..., Any]) -> None:
         """Add the step called ``name`` in `ORDER`."""
-        insort(self._steps[phase], (ORDER[phase].index(name), step), key=itemgetter(0))
-
-    def _run(self, phase: str, *arguments: Any) -> None:
-        for _, step in self._steps[phase]:
-            step(*arguments)
-
-    def _deliver(self, phase: str, context: Any, tensors: Any) -> Any:
-        for _, step in self._steps[phase]:
-            tensors = step(context, tensors)
-        return tensors
+        rank, ranks = ORDER[phase].index(name), self._ranks[phase]
+        self._steps[phase].insert(bisect(ranks, rank), step)
+        insort(ranks, rank)
 
     def _replay(self, phase: str, context: Any, replay: Callable[..., Any], *arguments: Any) -> Any:
         """Prepare a replay, replay by TE's code, and return the borrowed state."""
         returns = []
         try:
-            for _, step in self._steps[phase]:
+            for step in self._steps[phase]:
                 if (return_state := step(context)) is not None:
                     returns.append(return_state)
             return replay(*arguments)
@@ -163,13 +154,15 @@ class Replay:
     def check(self, *arguments: Any) -> Call:
         """Return the call of a forward, with the arguments of `Call`, unless a check refuses it."""
         call = Call(*arguments)
-        call.reuses_weights = call.skip_update
-        self._run("forward check", call)
+        for step in self._steps["forward check"]:
+            step(call)
         return call
 
     def deliver(self, call: Call, outputs: Any) -> Any:
         """Return the outputs of a replayed forward."""
-        return self._deliver("forward deliver", call, outputs)
+        for step in self._steps["forward deliver"]:
+            outputs = step(call, outputs)
+        return outputs
 
     def surround(self, function: Any) -> None:
         """Put the steps around the forward and backward of TE's autograd function, whose first argument is the call."""
@@ -178,26 +171,32 @@ class Replay:
         def forward(ctx: Any, call: Call, *arguments: Any) -> Any:
             ctx.call = call
             outputs = self._replay("forward prepare", call, te_forward, ctx, call.skip_update, *arguments)
-            self._run("forward record", ctx, outputs)
-            call.inputs, call.specs, call.keywords, call.register_states = (), (), {}, None
+            for step in self._steps["forward record"]:
+                step(ctx, outputs)
+            call.inputs, call.keywords = (), {}
             return outputs
 
         def backward(ctx: Any, *gradients: Any) -> Any:
-            self._run("backward check", ctx)
+            for step in self._steps["backward check"]:
+                step(ctx)
             grad_inputs = self._replay("backward prepare", ctx, te_backward, ctx, *gradients)
-            return self._deliver("backward deliver", ctx, grad_inputs)
+            for step in self._steps["backward deliver"]:
+                grad_inputs = step(ctx, grad_inputs)
+            return grad_inputs
 
         function.forward, function.backward = staticmethod(forward), staticmethod(backward)
 
     def wgrad(self, replay: Callable[[], None]) -> None:
         """Replay the wgrad."""
-        self._run("wgrad check")
+        for step in self._steps["wgrad check"]:
+            step()
         self._replay("wgrad prepare", None, replay)
-        self._run("wgrad deliver")
+        for step in self._steps["wgrad deliver"]:
+            step()
 
     def reset(self) -> None:
         """Drop all steps with their data, before TE resets the graphs. Later replays are refused."""
-        self._steps = {phase: [(0, self._refuse)] if phase.endswith("check") else [] for phase in ORDER}
+        self._steps = {phase: [self._refuse] if phase.endswith("check") else [] for phase in ORDER}
 
     def _refuse(self, *_: Any) -> None:
         raise RuntimeError(f"{self.name} was reset, so its graphs can no longer be replayed. Capture again.")

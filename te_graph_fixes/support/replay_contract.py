@@ -37,6 +37,7 @@ training                               all else, also with other hooks, such    
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -46,11 +47,11 @@ from torch._C import _current_graph_task_id, _is_fwd_grad_enabled
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from ._te_replay_contract_order import NEVER
-from ._te_replay_contract_record import Record, parts, plain_tensors, storage_of, version
+from ._te_replay_contract_record import Record, parts, plain_tensors, storage_of
 from ._te_warn_once import warn_once
 
 _autograd = torch._C._autograd
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class Preconditions:
@@ -67,7 +68,7 @@ class Preconditions:
         self._dgrad_time = 0
         self._recomputed: list[int] = []
         self._inputs: list[weakref.ref[torch.Tensor]] = []
-        self._versions: list[Any] = []
+        self._versions: list[int] = []
         self._since = NEVER
 
     def add_to(self, replay: Any) -> None:
@@ -85,7 +86,7 @@ class Preconditions:
         """Raise RuntimeError if the result of the forward would differ from the eager module."""
         record = self._record
         takes_grads = call.takes_grads
-        for slots in (*record.tensors.members, *record.tensors.read):
+        for slots in record.tensors.of_forward:
             slots.require_same(record.name)
         if takes_grads and record.backward and any(map(_requires_grad, record.tensors.frozen)):
             raise RuntimeError(
@@ -109,18 +110,17 @@ class Preconditions:
     def note_forward(self, ctx: Any, _outputs: Any) -> None:
         """Note the replay of the forward. The table at the top of this module lists the kinds of forwards."""
         call, record, pool = ctx.call, self._record, self._record.pool
-        inputs, in_backward, takes_grads = plain_tensors(call.inputs), call.in_backward, call.takes_grads
+        in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
             # A recomputation for a backward writes the values of an earlier forward again.
             self._since = NEVER
-        elif not self._repeats_last_forward(inputs):
+        elif not self._repeats_last_forward(call):
             # autograd then raises an error if an eager operation still needs the old values.
             for output in record.written:
                 torch.autograd.graph.increment_version(output)
-            if record.read is not None:
-                self._inputs = [*map(weakref.ref, inputs)]
-                self._versions = self._versions_of(inputs)
-                self._since = pool.now + 1
+            self._since = NEVER
+            if record.watched is not None:
+                self._note_inputs(plain_tensors(call.inputs))
 
         is_same_run = record.forward > pool.position
         pool.may_recompute = call.in_checkpoint or in_backward or (pool.may_recompute and is_same_run)
@@ -132,22 +132,26 @@ class Preconditions:
         elif takes_grads and call.has_hooks:
             self._recomputed.append(pool.now)
 
-    def _repeats_last_forward(self, inputs: list[torch.Tensor]) -> bool:
+    def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Note the inputs of a replay, and the versions of all that it reads. An inference tensor has no version."""
+        if not any(map(torch.Tensor.is_inference, inputs)):
+            self._inputs = [*map(weakref.ref, inputs)]
+            self._versions = [*map(_version, (*inputs, *self._record.watched))]
+            self._since = self._record.pool.now + 1
+
+    def _repeats_last_forward(self, call: Any) -> bool:
         """Return whether this replay computes the values of the last one again, so that it overwrites nothing.
 
         Optimizers may write parameters without a new version, but only after a backward.
         """
+        if not self._record.pool.time(self._record.backward) < self._since < NEVER:
+            return False
+        inputs = plain_tensors(call.inputs)
         return (
-            self._since > self._record.pool.time(self._record.backward)
-            and self._since != NEVER
-            and len(inputs) == len(self._inputs)
+            len(inputs) == len(self._inputs)
             and all(ref() is value for ref, value in zip(self._inputs, inputs, strict=True))
-            and self._versions == self._versions_of(inputs)
+            and self._versions == [*map(_version, (*inputs, *self._record.watched))]
         )
-
-    def _versions_of(self, inputs: list[torch.Tensor]) -> list[Any]:
-        """Return the versions of everything that a forward reads, and of the outputs, which the user may write."""
-        return [*map(version, inputs), *map(version, self._record.read or ()), *map(version, self._record.written)]
 
     def copy_outputs(self, call: Any, outputs: Any) -> Any:
         """Return the outputs, or copies of them if a recomputation may overwrite them."""
@@ -202,8 +206,7 @@ class Preconditions:
         """Raise RuntimeError if the data of the forward, at the time of ``ctx.call``, is lost."""
         record, pool, call = self._record, self._record.pool, ctx.call
         since = call.time
-        trained = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(record.fused) :]
-        if not all(compress(trained, record.fused)):
+        if record.fused and not all(compress(ctx.needs_input_grad[-len(record.fused) :], record.fused)):
             raise RuntimeError(
                 f"{record.name}: a weight was frozen after this graph was captured, and the graph would still add to "
                 "its main_grad. Capture again."
@@ -215,11 +218,9 @@ class Preconditions:
             since = pool.time(record.forward)  # later forwards computed the same values
         reader = f"backward of {record.name}"
         pool.require_untouched(reader, record.forward, since, record.end_of_forward, "its forward", record.advice)
-        for slots in record.tensors.read:
+        for slots in record.tensors.of_backward:
             slots.require_same(record.name)
-        if not record.delays_wgrad:
-            record.tensors.main_grads.require_same(record.name)
-        elif self._dgrad_time:
+        if record.delays_wgrad and self._dgrad_time:
             warn_once(
                 f"{record.name}: backward_dw() was not called after the last backward, so its wgrad is lost. Call it "
                 "after every backward.",
@@ -246,7 +247,8 @@ class Preconditions:
             )
         reader, end = f"backward_dw of {record.name}", record.end_of_backward
         record.pool.require_untouched(reader, record.backward, since, end, "its backward")
-        record.tensors.main_grads.require_same(record.name)
+        for slots in record.tensors.of_wgrad:
+            slots.require_same(record.name)
 
     def note_wgrad(self) -> None:
         """Note the replay of the wgrad."""

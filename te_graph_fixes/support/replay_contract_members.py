@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from operator import eq, is_
 from types import CodeType, FrameType
 from typing import Any
@@ -104,7 +103,8 @@ class CallableTensors:
     The members must be the same objects as at the capture. Others may be added, replaced or removed, because neither
     the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the gradients
     that the dgrad returns. How a forward uses a parameter that it looked up cannot be seen, so each of these counts as
-    read. So does a parameter in a plain attribute, such as a list, because its use is no lookup.
+    read. So does a parameter in a plain attribute, such as a list, because its use is no lookup. With delayed wgrads,
+    ``backward_dw`` adds to ``main_grad``, and else the backward.
     """
 
     def __init__(
@@ -112,16 +112,17 @@ class CallableTensors:
         modules: Iterable[torch.nn.Module],
         returned: dict[torch.Tensor, torch.Tensor | None],
         used: UsedMembers,
+        delays_wgrad: bool,
     ) -> None:
         modules = [*dict.fromkeys([*modules, *(module for module, _ in used.lookups)])]
         plain = [value for module in modules for name, value in vars(module).items() if name not in _REGISTRIES]
-        read = {*returned, *(tensor for tensor in tensors_in(plain) if isinstance(tensor, torch.nn.Parameter))}
+        inputs = {*returned, *(tensor for tensor in tensors_in(plain) if isinstance(tensor, torch.nn.Parameter))}
         whole = [module for module in modules if module in used.whole]
         parameters = [
             (module._parameters, name, value)
             for module in modules
             for name, value in module._parameters.items()
-            if (value in read or used.include(module, name)) and (value is None or value.numel())
+            if (value in inputs or used.include(module, name)) and (value is None or value.numel())
         ]
         # A module or a parameter may take a name that the forward looked up without success.
         others = [(module, name) for module, name in used.lookups if name not in module._parameters | module._buffers]
@@ -139,13 +140,16 @@ class CallableTensors:
         self.fused = {
             value for value, _ in held if value.requires_grad and _is_fused(value, returned.get(value), may_fuse)
         }
-        self.members = [_Slots(names, _objects, is_), _Slots(lists, _lengths, eq)]
-        self.read = [  # a tensor that consists of other tensors, such as an FP8 weight, has no address
+        main_grads = [(value, "main_grad", "the main_grad of a parameter") for value in self.fused]
+        members = [_Slots(names, _objects, is_), _Slots(lists, _lengths, eq)]
+        read = [  # a tensor that consists of other tensors, such as an FP8 weight, has no address
             _Slots([(value, "", f"a parameter ({name})") for value, name in held if value.data_ptr()], _addresses, eq),
             _Slots([slot for slot in parts if _has_address(*slot[:2])], _addresses_of_attributes, eq),
         ]
-        main_grads = [(value, "main_grad", "the main_grad of a parameter") for value in self.fused]
-        self.main_grads = _Slots(main_grads, _addresses_of_attributes, eq)
+        written = [_Slots(main_grads, _addresses_of_attributes, eq)]
+        self.of_forward = [*filter(len, members + read)]
+        self.of_backward = [*filter(len, read if delays_wgrad else read + written)]
+        self.of_wgrad = [*filter(len, written)]
 
 
 class _Slots:
@@ -161,17 +165,22 @@ class _Slots:
         self._owners, self._keys, self._names = ([slot[field] for slot in slots] for field in range(3))
         self._at_capture = [*read(self._owners, self._keys)]
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def require_same(self, callable_name: str) -> None:
         """Raise RuntimeError if one is different or missing."""
         are_same: list[bool] = []
-        with suppress(AttributeError, TypeError, RuntimeError):  # a tensor is missing
+        try:
             are_same += map(self._is_same, self._read(self._owners, self._keys), self._at_capture)
-        if len(are_same) < len(self._names) or not all(are_same):
-            raise RuntimeError(
-                f"{callable_name}: {self._names[[*are_same, False].index(False)]} was added, replaced, moved or "
-                "resized after this graph was captured, and the graph would use the old one. Copy into it in place, or "
-                "capture again."
-            )
+            if all(are_same):
+                return
+        except (AttributeError, TypeError, RuntimeError):  # a tensor is missing
+            are_same.append(False)
+        raise RuntimeError(
+            f"{callable_name}: {self._names[are_same.index(False)]} was added, replaced, moved or resized after this "
+            "graph was captured, and the graph would use the old one. Copy into it in place, or capture again."
+        )
 
 
 def _objects(registries: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 from ._te_replay_contract_members import LOOKUP, CallableTensors, UsedMembers, tensors_in
 from ._te_replay_contract_order import NEVER, MemoryPool
 
+_is_inference = torch.Tensor.is_inference
 # Records own the pools. A reload of this module must not lose them.
 _pools: weakref.WeakValueDictionary[Any, MemoryPool] = globals().get("_pools", weakref.WeakValueDictionary())
 
@@ -32,8 +33,9 @@ class Record:
     was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
     that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``recipe`` is the
     recipe of the capture if the callable computes in FP8.
-    ``read`` is what a forward reads beside its inputs, or None if equal inputs may lead to other outputs. ``written``
-    are the outputs that a forward overwrites. ``outputs`` and ``grads`` are returned tensors in graph memory.
+    ``written`` are the outputs that a forward overwrites. ``watched`` are they and all that a forward reads beside its
+    inputs: with equal inputs, it computes equal outputs while the versions of these tensors stay. It is None if equal
+    inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
     """
 
     pool: MemoryPool
@@ -50,7 +52,7 @@ class Record:
     tensors: CallableTensors
     fused: Sequence[bool]
     recipe: Any
-    read: Sequence[torch.Tensor] | None
+    watched: Sequence[torch.Tensor] | None
     written: Sequence[torch.Tensor]
     outputs: ReturnedTensors
     grads: ReturnedTensors
@@ -177,10 +179,12 @@ class CaptureRecord:
 
         outputs, grads, parameters = plain_tensors(outputs), grad_inputs or (), static_inputs[inputs:]
         returned = dict(zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True)) if backward else {}
-        tensors = CallableTensors(modules, returned, observed.used_members(modules))
+        delays_wgrad = wgrad_pool is not None
+        tensors = CallableTensors(modules, returned, observed.used_members(modules), delays_wgrad)
         unwritten = [*filter(self._is_unwritten, held)]
         unwritten_inputs = filter(self._is_unwritten, plain_tensors(static_inputs[:inputs]))
         written = _written_outputs(outputs, unwritten, [*unwritten_inputs])
+        is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, written))
         end_of_forward, advice = _end_of_forward(backward, retains_graph, outputs)
         record = Record(
             pool=pool,
@@ -192,12 +196,12 @@ class CaptureRecord:
             end_of_forward=end_of_forward,
             end_of_backward=wgrad or pool.count + 1,
             advice=advice,
-            delays_wgrad=wgrad_pool is not None,
+            delays_wgrad=delays_wgrad,
             inputs=range(inputs),
             tensors=tensors,
-            fused=[parameter in tensors.fused for parameter in parameters],
+            fused=[parameter in tensors.fused for parameter in parameters] if tensors.fused else [],
             recipe=observed.recipe,
-            read=held if observed.repeats() and len(unwritten) == len(held) else None,
+            watched=[*held, *written] if is_repeatable else None,
             written=written,
             outputs=ReturnedTensors(written),
             grads=ReturnedTensors(grads[:inputs]),
@@ -253,7 +257,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def version(tensor: torch.Tensor) -> Any:
     """Return the number of in-place changes to a tensor; for an inference tensor, an object unlike all others."""
-    return object() if tensor.is_inference() else tensor._version
+    return object() if _is_inference(tensor) else tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
