@@ -1,6 +1,6 @@
 """Test that a selected fix adds the fixes that it requires, and that disabling a fix disables those that require it.
 
-`tools.selections` measures which fixes need another one.
+tests/fixes/test_selections_on_the_simulator.py measures which fixes need another one.
 """
 
 from __future__ import annotations
