@@ -24,7 +24,9 @@ from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Verdict
 from tests.support.published import source
-from tools.commits import PARTS
+
+PARTS = ("transformer_engine/__init__.py", "transformer_engine/pytorch", "build_tools/VERSION.txt")
+"""The files and folders of a TE repository that fixes read."""
 
 
 def unexpected(tree: Source) -> list[str]:

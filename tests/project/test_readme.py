@@ -42,7 +42,6 @@ ELSEWHERE = {
     "python3.11 -m venv .venv && . .venv/bin/activate": SETS_UP,
     "pip install -e . tox pre-commit && pre-commit install": SETS_UP,
     "export PYTHONPATH=$PWD PATH=$PWD/.tox/te212/bin:$PATH": SETS_UP,
-    'python -m tools.selections "only calibration-recipe"': ("tests/fixes/test_selections_on_the_simulator.py"),
     "TE_GRAPH_FIXES=off python -m tests.simulator -m tests.verify.child calibration": ("tests/verify/test_verify.py"),
     "TE_GRAPH_FIXES_DISABLE=calibration-recipe python -m tests.simulator -m tests.verify.child calibration": (
         "tests/verify/test_verify.py"
@@ -60,7 +59,7 @@ ELSEWHERE = {
     f"TE_GRAPH_FIXES=off {CHECKED} --exit-interval 10 ...": "tests/checking/test_check.py",
     "te-graph-fixes run CMD": "tests/commands/test_run.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check CMD": "tests/checking/test_check.py",
-    "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_commits.py",
+    "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_newest.py",
     "python -m tools.tables": "tests/project/test_readme.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check torchrun ...": "tests/checking/test_check.py",
     "python -m tests.explore --seed 0 --programs 500 --scripts found": LONG,
