@@ -1,13 +1,14 @@
-"""Programs of `verify`'s driver on the simulator, and the fixes without which they are wrong."""
+"""Programs on the simulator: those of `verify`'s driver, and those of `tests.programs`."""
 
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
 from tests.support import published
-from tests.support.child import gpu, measured
+from tests.support.child import gpu, measured, simulate
 from tests.support.legal_orders import NAMED, random_orders
 from tests.verify.cases import CASES, SIMULATED, Case
 
@@ -56,3 +57,11 @@ def test_orders_give_what_eager_gives(module: str) -> None:
         program = {"modules": (module,) * int(max(order)), "order": order, "reuse": reuse, **options}
         cases.append(Case(f"{order}, {reuse}", (), "programs:compare", program))
     assert [case for case, line in measured(*cases).items() if line["error"]] == []
+
+
+@pytest.mark.parametrize("module", ["replays", "reports"])
+def test_programs_have_their_outcomes(module: str) -> None:
+    outcomes = json.loads(simulate("-m", "tests.programs", module))
+    assert outcomes
+    for name, (found, expected) in outcomes.items():
+        assert found == expected if expected == "equal" else expected in found, (name, found)
