@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.fixes import assess
-from te_graph_fixes.patching.source import Source
-from te_graph_fixes.status import Verdict
 from tests.support.child import require_wrong, run_program
-from tests.support.published import VERSIONS, copy_of, source
 
 pytestmark = pytest.mark.te
 
@@ -238,51 +232,6 @@ print(error([found[0]] * 2, found[1:]))
 
 def test_an_eager_module_in_another_thread_keeps_its_weights_during_a_capture() -> None:
     assert float(run_program(IN_ANOTHER_THREAD)) == 0.0
-
-
-STATE = "FP8GlobalStateManager.quantization_state"
-GETTER = '"""Get the skip fp8 weight update tensor"""\n'
-
-
-def with_flag_of_one_capture(folder: Path) -> Path:
-    """Return a copy of the newest TE in which modules read the skip flag by its accessor.
-
-    The accessor returns None outside captures with cached weights. So does an open pull request of TE, #3298.
-    """
-    pytorch = copy_of(source(VERSIONS[-1]), folder) / "transformer_engine" / "pytorch"
-    read = re.compile(rf"skip_fp8_weight_update = \(\s+{STATE}\.skip_fp8_weight_update_tensor\s+\)")
-    for module in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"):
-        path = pytorch / "module" / f"{module}.py"
-        accessor = "skip_fp8_weight_update = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
-        text, reads = read.subn(accessor, path.read_text())
-        assert reads
-        path.write_text(text)
-    mark, caches = "FP8GlobalStateManager.in_caching_capture", "    if cache_quantized_params:\n        #"
-    manager, end = "\nclass FP8GlobalStateManager:\n", "    set_capture_end()\n    return"
-    for name, old, new in (
-        ("quantization.py", GETTER, f"{GETTER}        if not cls.in_caching_capture:\n            return None\n"),
-        ("quantization.py", manager, f"{manager}    in_caching_capture = False\n"),
-        ("graph.py", caches, f"    {mark} = cache_quantized_params\n{caches}"),
-        ("graph.py", end, f"    {mark} = False\n{end}"),
-    ):
-        text = (pytorch / name).read_text()
-        assert text.count(old) == 1, (name, old)
-        (pytorch / name).write_text(text.replace(old, new))
-    return folder
-
-
-def test_a_flag_that_is_read_by_its_accessor_is_recognized(tmp_path: Path) -> None:
-    changed, published = (assess(Source.at(at)) for at in (with_flag_of_one_capture(tmp_path), source(VERSIONS[-1])))
-    assert changed["grouped-linear-skip-flag"].verdict == Verdict.NOT_NEEDED
-    assert {fix: verdict.verdict for fix, verdict in changed.items()} == {
-        fix: verdict.verdict for fix, verdict in published.items()
-    }
-
-
-def test_the_fixes_work_where_the_flag_is_of_one_capture(tmp_path: Path) -> None:
-    path = with_flag_of_one_capture(tmp_path)
-    assert json.loads(run_program(OWN_CACHES, path=path)) == [0.0] * 7
-    assert json.loads(run_program(f"TOGETHER, EAGER, OFF = True, True, False{FILLS}", path=path)) == [1, 1, 1, 1]
 
 
 KINDS_OF_MARKS = """
