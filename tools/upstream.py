@@ -3,17 +3,14 @@
 FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
 (``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both are for ``git apply``. A
 patch does not contain the fixes that its fix requires; the first line of the report names them. New modules get the
-header of the checkout's own graph.py. If black is installed, the code is formatted with the options of TE's pre-commit
-hook.
+header of the checkout's own graph.py.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-import functools
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +25,6 @@ ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "upstream"
 TEST_FILE = "tests/pytorch/test_cuda_graphs.py"
 GRAPH_FILE = "transformer_engine/pytorch/graph.py"
-BLACK = ("--quiet", "--line-length=100", "--preview", "--enable-unstable-feature=string_processing")
 
 
 def main(arguments: list[str]) -> None:
@@ -79,7 +75,7 @@ def changed_files(source: Source, changes: Mapping[str, Assessment], header: str
         module = source.find(name)
         if module and module.path.endswith("__init__.py"):
             path = f"{name.replace('.', '/')}/__init__.py"
-        files[path] = formatted(with_imports_at_top(new, changes) if old else header + new)
+        files[path] = with_imports_at_top(new, changes) if old else header + new
     return dict(sorted(files.items()))
 
 
@@ -121,17 +117,7 @@ def with_test(tests: str, test: str) -> str:
     ]
     anchor = "from utils import"
     tests = tests.replace(anchor, "".join(f"{line}\n" for line in imports) + anchor, 1)
-    return formatted("\n\n\n".join([tests.rstrip("\n"), *definitions]) + "\n")
-
-
-@functools.cache
-def formatted(text: str) -> str:
-    """Format code as TE's pre-commit hook does, if black is installed."""
-    try:
-        done = subprocess.run(["black", *BLACK, "-"], input=text, capture_output=True, text=True, check=True)
-    except FileNotFoundError:
-        return text
-    return done.stdout
+    return "\n\n\n".join([tests.rstrip("\n"), *definitions]) + "\n"
 
 
 def diff(path: str, before: str, after: str) -> str:
