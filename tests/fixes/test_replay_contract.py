@@ -684,16 +684,41 @@ def test_released_captures_leave_nothing_in_their_pool() -> None:
 RECIPES = """
 layer = linear()
 x = random()
-te.make_graphed_callables(layer, (x,), enabled=True, recipe=Float8CurrentScaling())
-with te.autocast(enabled=True, recipe={}()):
+te.make_graphed_callables(layer, (x,), enabled=True, recipe={captured}())
+with te.autocast(enabled=True, recipe={replayed}()):
     layer(x)
 """
 
 
-@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8BlockScaling"])
-def test_a_graph_is_not_for_another_recipe(recipe: str) -> None:
-    error = on_simulator("-c", START + RECIPES.format(recipe)).stderr
-    assert f"captured with a Float8CurrentScalingRecipeState and is replayed with a {recipe}" in error
+@pytest.mark.parametrize(
+    ("captured", "replayed"),
+    [
+        ("Float8CurrentScaling", "DelayedScaling"),
+        ("Float8CurrentScaling", "Float8BlockScaling"),
+        ("DelayedScaling", "Float8CurrentScaling"),
+    ],
+)
+def test_a_graph_is_not_for_another_recipe(captured: str, replayed: str) -> None:
+    error = on_simulator("-c", START + RECIPES.format(captured=captured, replayed=replayed)).stderr
+    assert f"captured with a {captured}RecipeState" in error
+    assert f"is replayed with a {replayed}RecipeState" in error
+
+
+AFTER_RESET = """
+layer, x = linear(), random()
+graph = te.make_graphed_callables(layer, (random(),))
+late = graph(x)
+graph.reset()
+for call in (late.sum().backward, lambda: graph(x)):
+    try:
+        call()
+    except RuntimeError as error:
+        print("reset" in str(error))
+"""
+
+
+def test_a_graph_is_refused_after_its_reset() -> None:
+    assert run_program(AFTER_RESET).splitlines() == ["True", "True"]
 
 
 AUTOCAST = """
