@@ -5,20 +5,11 @@ from __future__ import annotations
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from tests.support.child import simulate
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
-START = """
-import warnings, torch, te_graph_fixes
-import transformer_engine.pytorch as te
-
-def random(*shape, grad=True):
-    return torch.randn(*(shape or (16, 32)), dtype=torch.bfloat16, device="cuda", requires_grad=grad)
-
-def linear(**options):
-    return te.Linear(32, 32, params_dtype=torch.bfloat16, device="cuda", **options)
-
+SETUP = """
 class Module(torch.nn.Module):
     def __init__(self, forward, **options):
         super().__init__()
@@ -27,7 +18,7 @@ class Module(torch.nn.Module):
     def forward(self, *args, **kwargs):
         return self.function(self.linear, *args, **kwargs)
 
-def train(forward, sample, arguments, graphed, learn=True, **options):
+def train(graphed, forward, sample, arguments, learn=True, **options):
     # Three steps of a trained layer behind a module. Returns outputs, their requires_grad, and gradients.
     torch.manual_seed(1)
     module, last = Module(forward), linear()
@@ -45,10 +36,6 @@ def train(forward, sample, arguments, graphed, learn=True, **options):
             found.append(torch.zeros(1) if tensor.grad is None else tensor.grad.clone())
             tensor.grad = None
     return found
-
-def compare(*args, **options):
-    eager, graphed = train(*args, False, **options), train(*args, True, **options)
-    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
 
 def refused(call, text):
     try:
@@ -76,14 +63,14 @@ def chosen(linear, x):
     return out * 2, out.argmax(-1, keepdim=True), out.detach() + 1
 
 for forward in (teacher, router, state, chosen):
-    compare(forward, lambda: (random(),), lambda: (random(),))
+    compare(train, forward, lambda: (random(),), lambda: (random(),))
 for forward in (teacher, router):
-    compare(forward, lambda: (random(),), lambda: (random(),), learn=False)
-    compare(forward, lambda: (random(grad=False),), lambda: (random(),), learn=False)
+    compare(train, forward, lambda: (random(),), lambda: (random(),), learn=False)
+    compare(train, forward, lambda: (random(grad=False),), lambda: (random(),), learn=False)
     if NEEDS_INPUTS:
         continue
     for grad in (False, True):
-        compare(forward, lambda: (random(grad=False),), lambda: (random(grad=grad),))
+        compare(train, forward, lambda: (random(grad=False),), lambda: (random(grad=grad),))
 
 # None is no output that needs no gradient.
 module = Module(lambda linear, x: (linear(x), None, x.detach() + 1))
@@ -123,7 +110,7 @@ def train(graphed):
     if graphed:
         run = te.make_graphed_callables(module, (random(), random(grad=False)))
     torch.manual_seed(2)
-    found, carried = [], torch.zeros(16, 32, dtype=torch.bfloat16, device="cuda")
+    found, carried = [], torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda")
     for step in range(4):
         x = random()
         out, carried = run(x, carried)
@@ -131,7 +118,7 @@ def train(graphed):
         found += [out.detach().clone(), carried.clone(), x.grad]
     return found + [parameter.grad for parameter in module.parameters()]
 
-assert all(map(torch.equal, train(False), train(True)))
+compare(train)
 """
 
 VALUES = """
@@ -299,14 +286,10 @@ def train(graphed, count, sample_needs_grad, needs_grad):
     return found
 
 for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (1, False, (False, False))):
-    eager, graphed = train(False, *arguments), train(True, *arguments)
-    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
+    compare(train, *arguments)
 """
 
 ASKED = """
-from torch.utils.checkpoint import checkpoint
-from transformer_engine.common.recipe import DelayedScaling
-
 class Layer(torch.nn.Module):
     # Its forward leaves traces: a counter, a buffer, random numbers and the scales of FP8.
     def __init__(self, function):
@@ -343,20 +326,16 @@ def train(graphed, function, sample, others, recipe, checkpointed):
         assert layer.calls == calls
     return found if checkpointed else [*found, layer.mean]  # the checkpoint of an eager layer adds to it twice
 
-def compare(*arguments):
-    eager, graphed = train(False, *arguments), train(True, *arguments)
-    assert [torch.equal(e, g) for e, g in zip(eager, graphed, strict=True)] == [True] * len(eager)
-
 def whole(grad=False):
     return random(4, 8, 1, grad=grad)
 
 for recipe, checkpointed in ((None, False), (None, True), (DelayedScaling(amax_history_len=4), False)):
     # The module detaches an input that now needs a gradient.
     others = [whole(), whole(True), whole(True)]
-    compare(lambda x, other: x * other.detach(), whole, others, recipe, checkpointed)
+    compare(train, lambda x, other: x * other.detach(), whole, others, recipe, checkpointed)
     # A mask is broadcast.
     others = [whole(), random(1, 8, 1, grad=False), random(8, 1, grad=False), random(1, grad=False)]
-    compare(lambda x, other: x * other, whole, others, recipe, checkpointed)
+    compare(train, lambda x, other: x * other, whole, others, recipe, checkpointed)
 
 refused(lambda: train(True, torch.mul, whole, [whole(), whole(True)], None, False), "and got [True, True]")
 part = random(1, 8, 1, grad=False)
@@ -368,13 +347,11 @@ refused(lambda: train(True, torch.mul, lambda: part, [part, whole()], None, Fals
 
 # The output has the shape of the only input.
 layer = te.make_graphed_callables(linear(), (random(),))
-for x in (random(1, 32), random(1, 32, grad=False), random(16, 1)):
+for x in (random(1, 32), random(1, 32, grad=False), random(32, 1)):
     refused(lambda: layer(x), "and got shapes")
 """
 
 QUANTIZED = """
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
 def fp8_output(linear, x):
     return linear(x, fp8_output=True)
 
@@ -415,12 +392,12 @@ def evaluate(graphed, recipe):
             found.append(module(random()).dequantize().clone())
     return found
 
-for recipe in (DelayedScaling, Float8CurrentScaling):
-    assert all(map(torch.equal, evaluate(False, recipe()), evaluate(True, recipe())))
+for recipe in (DelayedScaling(), Float8CurrentScaling()):
+    compare(evaluate, recipe)
 
 refused(lambda: train(True, DelayedScaling()), "and got a Float8Tensor")
 if needs_grad:
-    assert all(map(torch.equal, train(False, Float8CurrentScaling()), train(True, Float8CurrentScaling())))
+    compare(train, Float8CurrentScaling())
 """
 
 PROGRAMS = {
@@ -439,4 +416,4 @@ PROGRAMS = {
 def test_a_replay_is_an_eager_call_or_an_error(name: str) -> None:
     # TE 2.10 cannot capture a callable for training if no input needs a gradient.
     needs_inputs = "torch.autograd.grad(" in Source.installed().module("transformer_engine.pytorch.graph").text
-    simulate("-c", START + PROGRAMS[name].replace("NEEDS_INPUTS", str(needs_inputs)))
+    run_program(SETUP + PROGRAMS[name].replace("NEEDS_INPUTS", str(needs_inputs)))
