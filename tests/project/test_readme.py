@@ -216,7 +216,7 @@ def figures_of_random_programs() -> list[str]:
 
 
 def figures_of_megatron_core() -> list[str]:
-    table = rows(doc("results/megatron.md"), "Other models", "trainings refused by Megatron")
+    table = rows(doc("results/megatron.md"), "Models of Megatron-Core", "trainings refused by Megatron")
     trained, equal = (sum(int(row[column]) for row in table) for column in (3, 4))
     assert trained == equal
     return [f"[{trained} trainings](docs/results/megatron.md#models-of-megatron-core)"]
@@ -253,11 +253,8 @@ def figures_of_containers() -> list[str]:
 def figures_of_versions() -> list[str]:
     pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     page = doc("results/megatron.md")
-    tables = [
-        *rows(page, "Other models", "trainings refused by Megatron"),
-        *rows(page, "Later releases of Megatron-Core", "models in bf16"),
-    ]
-    megatron = sorted({version for row in tables for version in re.findall(r"\b0\.(\d+)\.\d+", " ".join(row))})
+    table = rows(page, "Models of Megatron-Core", "trainings refused by Megatron")
+    megatron = sorted({version for row in table for version in re.findall(r"\b0\.(\d+)\.\d+", row[1])})
     newest = ".".join(VERSIONS[-1].split(".")[:2])
     return [
         f"| TE | {OLDEST} to {newest};",
