@@ -1,19 +1,17 @@
 """Test failures around the package, each in its own process, on TransformerEngine's (TE's) real sources.
 
-`test_activation.py` has the life cycle on a stand-in; here TE, torch and wrapt are missing, old, without source or
-imported by many threads at once.
+`test_activation.py` tests the life cycle on a stand-in. Here TE, torch or wrapt is missing or old, a process forks, or
+Python has other options.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import py_compile
 import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,13 +80,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def te(pristine: Path, tmp_path: Path) -> Path:
-    """Return a copy of TE that the test may damage."""
-    shutil.copytree(pristine, tmp_path / "te")
-    return tmp_path / "te"
-
-
 def without_site(bare: Path, code: str, *more: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": os.pathsep.join(map(str, [bare, *more]))}
     return subprocess.run(
@@ -135,30 +126,25 @@ def test_without_torch(bare: Path, pristine: Path) -> None:
     assert ours.stdout.endswith("False\n")
 
 
-def test_without_wrapt(tmp_path: Path) -> None:
-    for name in ("te_graph_fixes", "packaging"):
-        (tmp_path / name).symlink_to(location(name))
-    found = without_site(tmp_path, "import te_graph_fixes")
-    assert found.returncode == 1
-    message = "ImportError: te_graph_fixes needs wrapt, which is not installed. Run: "
-    assert found.stderr.splitlines()[-1] == f"{message}{sys.executable} -m pip install 'wrapt>=1.16,<3'"
-
-
-def test_a_wrapt_that_is_too_old(tmp_path: Path, bare: Path) -> None:
-    old = tmp_path / "old" / "wrapt"
-    old.mkdir(parents=True)
-    (old / "__init__.py").write_text("__version_info__ = ('1', '15', '0')\n__version__ = '1.15.0'\n")
+@pytest.mark.parametrize(
+    ("wrapt", "problem"),
+    [
+        ("raise ImportError('none')", "needs wrapt, which is not installed"),
+        ("__version__ = '1.15.0'", "needs wrapt 1.16 or later, found 1.15.0"),
+    ],
+)
+def test_a_wrapt_that_is_missing_or_too_old(tmp_path: Path, bare: Path, wrapt: str, problem: str) -> None:
+    (tmp_path / "wrapt.py").write_text(wrapt)
     code = """
-    sys.path.insert(0, OLD)
     for _ in range(2):
         try:
             import te_graph_fixes
         except ImportError as error:
             print(error)
     """
-    found = without_site(bare, f"OLD = {str(old.parent)!r}\n" + textwrap.dedent(code))
-    message = f"te_graph_fixes needs wrapt 1.16 or later, found 1.15.0. Run: {sys.executable} -m pip install"
-    assert found.stdout == 2 * f"{message} 'wrapt>=1.16,<3'\n", found.stderr
+    found = without_site(bare, f"sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(code)}")
+    message = f"te_graph_fixes {problem}. Run: {sys.executable} -m pip install 'wrapt>=1.16,<3'\n"
+    assert found.stdout == 2 * message, found.stderr
 
 
 def test_a_process_that_forks(pristine: Path) -> None:
@@ -166,101 +152,25 @@ def test_a_process_that_forks(pristine: Path) -> None:
     simulate()
     import te_graph_fixes
 
-    def in_child(work):
+    for event in ("imports TE", "takes the fixes back"):
         sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work()
-                sys.stdout.flush()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-
-    def imports():
+        if os.fork() == 0:
+            import transformer_engine.pytorch
+            print("child", count("applied") > 0)
+            te_graph_fixes.deactivate()
+            print("child", count("applied"), flush=True)
+            os._exit(0)
+        os.wait()
+        print("parent", count("applied") > 0)
         import transformer_engine.pytorch
-        print("child", count("applied") > 0)
-
-    def takes_back():
-        print("child", count("applied") > 0)
-        te_graph_fixes.deactivate()
-        print("child", count("applied"), count("reverted") > 0)
-
-    in_child(imports)
-    print("parent", count("pending") == len(statuses()))
-    import transformer_engine.pytorch
-    in_child(takes_back)
-    print("parent", count("applied") > 0)
     """
-    assert printed(code, path=(pristine,)) == [
-        "child True",
-        "parent True",
-        "child True",
-        "child 0 True",
-        "parent True",
-    ]
+    child = ["child True", "child 0"]
+    assert printed(code, path=(pristine,)) == [*child, "parent False", *child, "parent True"]
 
 
-def test_16_threads_import_te_and_the_package_at_once(pristine: Path) -> None:
-    code = """
-    simulate()
-    import threading
-
-    barrier = threading.Barrier(16)
-    names = ["te_graph_fixes", "transformer_engine.pytorch", "transformer_engine", "transformer_engine.pytorch.graph"]
-    problems = []
-
-    def work(name):
-        barrier.wait()
-        try:
-            __import__(name)
-        except BaseException as problem:
-            problems.append(repr(problem))
-
-    threads = [threading.Thread(target=work, args=(names[index % len(names)],)) for index in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-    print(problems, any(thread.is_alive() for thread in threads))
-    print(count("applied") > 0, count("pending"), count("unrecognized"), count("failed"))
-    """
-    assert printed(code, path=(pristine,)) == ["[] False", "True 0 0 0"]
-
-
-def test_te_without_source(te: Path) -> None:
-    graph = te / "transformer_engine" / "pytorch" / "graph.py"
-    py_compile.compile(str(graph), cfile=str(graph.with_suffix(".pyc")), doraise=True)
-    graph.unlink()
-    code = """
-    simulate()
-    import te_graph_fixes
-    import transformer_engine.pytorch
-    import importlib
-    found = te_graph_fixes.report().fixes
-    print({str(found[fix].status) for fix in ("backward-dw-order", "grad-input-lifetime")})
-    print("has no source text (" in found["backward-dw-order"].reason)
-    te_graph_fixes.activate()
-    """
-    found = child(code, path=(te,))
-    assert found.stdout.splitlines() == ["{'unrecognized'}", "True"], found.stderr
-    assert found.stderr.count("TEGraphFixesWarning") == 1
-    strict = child(code, path=(te,), TE_GRAPH_FIXES_STRICT="1")
-    assert strict.returncode == 1
-    assert "FixNotAppliedError" in strict.stderr
-
-
-def files(folder: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(folder.rglob("*")):
-        yield str(path), path.stat().st_mtime_ns
-
-
-def test_nothing_is_written_beside_te_or_the_package(te: Path, tmp_path: Path) -> None:
-    shutil.copytree(location("te_graph_fixes"), tmp_path / "ours" / "te_graph_fixes")
-    for folder in (te, tmp_path / "ours"):
-        for path in folder.rglob("*"):
-            path.chmod(0o555 if path.is_dir() else 0o444)
-    before = [*files(te), *files(tmp_path / "ours")]
+def test_nothing_is_written_beside_te_or_the_package(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(location("te_graph_fixes"), tmp_path / "te_graph_fixes")
+    before = [(path, path.stat().st_mtime_ns) for folder in (pristine, tmp_path) for path in folder.rglob("*")]
     code = """
     sys.dont_write_bytecode = True
     simulate()
@@ -269,12 +179,9 @@ def test_nothing_is_written_beside_te_or_the_package(te: Path, tmp_path: Path) -
     print(te_graph_fixes.__file__, count("applied") > 0)
     te_graph_fixes.deactivate()
     """
-    ours = tmp_path / "ours" / "te_graph_fixes" / "__init__.py"
-    assert printed(code, path=(tmp_path / "ours", te)) == [f"{ours} True"]
-    assert [*files(te), *files(tmp_path / "ours")] == before
-    for folder in (te, tmp_path / "ours"):
-        for path in folder.rglob("*"):
-            path.chmod(0o755)
+    assert printed(code, path=(tmp_path, pristine)) == [f"{tmp_path}/te_graph_fixes/__init__.py True"]
+    after = [(path, path.stat().st_mtime_ns) for folder in (pristine, tmp_path) for path in folder.rglob("*")]
+    assert after == before
 
 
 @pytest.mark.full

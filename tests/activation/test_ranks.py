@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import te_graph_fixes
-from te_graph_fixes.patching.source import Source
 from tests.support.child import simulate
 
 pytestmark = pytest.mark.te
@@ -35,8 +33,6 @@ rank = os.environ["RANK"]
 for assignment in os.environ.get(f"OF_RANK_{rank}", "").split():
     name, _, value = assignment.partition("=")
     os.environ[name] = value
-    if name == "TE_PATH":
-        sys.path.insert(0, value)
 from tests.simulator import install
 
 install()
@@ -64,18 +60,6 @@ def torchrun(tmp_path: Path) -> list[str]:
     return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
 
 
-@pytest.fixture
-def other_te(tmp_path: Path) -> Path:
-    """Return a copy of TE that defines `_make_graphed_callables` twice, so that the fixes do not recognize it."""
-    copied = tmp_path / "other" / "transformer_engine"
-    shutil.copytree(Source.installed().location, copied, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    metadata = next(Path(Source.installed().location).parent.glob("transformer_engine-*.dist-info"))
-    shutil.copytree(metadata, copied.parent / metadata.name)
-    with open(copied / "pytorch" / "graph.py", "a") as graph:
-        graph.write("\n\ndef _make_graphed_callables(*args, **kwargs):\n    raise NotImplementedError\n")
-    return copied.parent
-
-
 LINE = re.compile(
     r"te-graph-fixes: host=\S+ rank=\S+ te=\S+ package=\S+ mode=(?:memory|baked|off|failed) applied=\d+ missing=\d+ "
     r"digest=[0-9a-f]{8}"
@@ -96,15 +80,6 @@ def test_ranks_that_agree(torchrun: list[str]) -> None:
     assert digest in found.stdout
     found = start(*torchrun, DIGEST="1a2b3c4d")
     assert re.findall(rf"rank \d The fixes .* ranks 0-1: .*digest={digest}; expects digest 1a2b3c4d", found.stdout)
-
-
-def test_a_rank_with_another_te(torchrun: list[str], other_te: Path) -> None:
-    found = start(*torchrun, OF_RANK_1=f"TE_PATH={other_te} PYTHONWARNINGS=ignore", TE_GRAPH_FIXES_STRICT="0")
-    lines = found.stdout.splitlines()
-    assert len(lines) == 2, lines
-    for line in lines:
-        assert re.search(r"all ranks \(2 in the group\): \|  .*  rank 1: host=.*\d+ fixes missing: .*looked for", line)
-    assert sorted(re.findall(r" rank=(\d) .* mode=(\w+)", found.stderr)) == [("0", "memory"), ("1", "memory")]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ def test_every_file_of_the_folder_is_one_fix_that_has_its_name() -> None:
 def test_the_record(fix: Fix) -> None:
     assert CATALOGUE[fix.id] is fix
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", fix.id)
-    assert 0 < len(fix.summary) <= 120
-    assert fix.symptom
+    for text, longest in ((fix.summary, 120), (fix.symptom, 110), (fix.affects, 120)):
+        assert 0 < len(text) <= longest, text
+        assert "\n" not in text, text
     assert not fix.cost.startswith("none"), "leave it out"
     assert fix.group in GROUPS
     assert not fix.summary.endswith(".")

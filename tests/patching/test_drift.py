@@ -27,7 +27,7 @@ from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import Settings
 from te_graph_fixes.status import Verdict
 from tests.support.child import Cli
-from tests.support.published import VERSIONS, copy_of, examined, needed, source
+from tests.support.published import VERSIONS, examined, needed, source
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
 """The first versions with a feature, where some of those that are covered do not have it."""
@@ -106,33 +106,6 @@ def test_the_newest_te_is_recognized(origin: str) -> None:
     assert not unknown
     chosen = {fix: verdict for fix, verdict in assess(tree).items() if verdict.verdict == Verdict.APPLICABLE}
     assert compiled(tree, chosen)
-
-
-COMPILED_CACHE = {
-    "self.cache_weight and self.fp8:": "self.cache_weight and self.fp8 and self.skip_fp8_weight_update is not None:",
-    "fp8 and is_first_microbatch is not None and not self.is_fsdp2": "fp8 and skip_fp8_weight_update is not None",
-    "inp, is_first_microbatch, fp8_output, fp8_grad, is_grad_enabled, debug\n": (
-        "inp, skip_fp8_weight_update, fp8_output, fp8_grad, is_grad_enabled, debug\n"
-    ),
-    "self._fp8_workspaces.get(cache_name) if cache_name is not None else None": (
-        "self._fp8_workspaces.get(cache_name)"
-        " if cache_name is not None and not (use_compiled_op and is_first_microbatch) else None"
-    ),
-}
-"""Changes to `Linear` as TE #3505 describes them: compiled calls cache FP8 weights."""
-
-
-def test_cached_weights_in_a_compiled_linear_are_recognized(tmp_path: Path) -> None:
-    place = copy_of(source("newest"), tmp_path) / "transformer_engine" / "pytorch" / "module" / "linear.py"
-    text = place.read_text()
-    for old, new in COMPILED_CACHE.items():
-        assert old in text
-        text = text.replace(old, new)
-    place.write_text(text)
-    tree = Source.at(tmp_path)
-    found = assess(tree)
-    assert words(found) == words(assess(Source.at(source("newest"))))
-    assert compiled(tree, {fix: verdict for fix, verdict in found.items() if verdict.verdict == Verdict.APPLICABLE})
 
 
 @pytest.mark.parametrize("version", LAYOUTS)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,29 +16,12 @@ import pytest
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.patch import read
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError, first_line
+from te_graph_fixes.patching.source import ModuleSource, Source, UnrecognizedError, first_line
 from te_graph_fixes.status import Verdict
 from tests.support.published import VERSIONS, examined, needed
 
 NEWEST = VERSIONS[-1]
 LAYOUTS = ("2.12.0", NEWEST)
-
-
-def turned_round(tree: Source, edits: Iterable[Edit]) -> Source:
-    """Return TE with each condition inverted that contains an edit of a fix, or begins on its line."""
-    lines = defaultdict[str, set[int]](set)
-    for edit in edits:
-        lines[edit.module].add(tree.module(edit.module).line_number(edit.start))
-    texts = {}
-    for name, edited in lines.items():
-        module = tree.module(name)
-        nodes = [node for node in ast.walk(module.tree) if isinstance(node, ast.If)]
-        tests = [node.test for node in nodes if edited.intersection(range(node.lineno, (node.end_lineno or 0) + 1))]
-        inserted = [item for start, end in map(module.span, tests) for item in ((start, "(not ("), (end, "))"))]
-        texts[name] = module.text
-        for offset, text in sorted(inserted, reverse=True):
-            texts[name] = texts[name][:offset] + text + texts[name][offset:]
-    return with_texts(tree, texts)
 
 
 def with_texts(tree: Source, texts: dict[str, str]) -> Source:
@@ -55,14 +36,6 @@ def require_not_negative(fix_id: str, tree: Source, where: str = "") -> None:
     assert verdict.verdict in (Verdict.APPLICABLE, Verdict.UNRECOGNIZED), reason
     if verdict.verdict == Verdict.APPLICABLE:
         assert patched(tree, {"": verdict})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("version", LAYOUTS)
-def test_a_condition_turned_round_does_not_hide_a_defect(version: str) -> None:
-    tree, verdicts = examined(version)[0], needed(version)
-    for fix_id, verdict in verdicts.items():
-        require_not_negative(fix_id, turned_round(tree, verdict.edits))
 
 
 @pytest.mark.full

@@ -58,14 +58,6 @@ def nvtx_ranges(module: ModuleSource) -> Insertions:
         yield module.starts[end], f"{indent}torch.cuda.nvtx.range_pop()  # harmless line\n"
 
 
-def nvtx_blocks(module: ModuleSource) -> Insertions:
-    """Return the same, as a block."""
-    for node in captures_and_replays(module):
-        indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
-        yield module.starts[node.lineno], f"{indent}with torch.cuda.nvtx.range('harmless'):\n"
-        yield from ((module.starts[line] + node.col_offset, "    ") for line in range(node.lineno, end))
-
-
 def captures_and_replays(module: ModuleSource) -> Iterator[ast.With | ast.Expr]:
     for body in bodies(module):
         for node in body:
@@ -173,13 +165,9 @@ def reformatted(module: ModuleSource) -> str:
 
 KINDS: dict[str, Kind] = {
     "inserted": inserted(logs, nvtx_ranges, comments, at_line_ends, parameters, streams, decorators),
-    "nvtx block": inserted(nvtx_blocks),
     "renamed": inserted(renamed),
     "reformatted": reformatted,
 }
-
-LOST = {"nvtx block": {"parameter-hooks", "backward-dw-order"}}
-"""Fixes that may be ``unrecognized`` then: their patches tell captures by the blocks that they are in."""
 
 
 def edited(tree: Source, kind: Kind, names: set[str]) -> Source:
@@ -215,11 +203,7 @@ def test_a_harmless_edit_costs_no_correction(kind: str, version: str) -> None:
         for fix, found in after.assessments.items()
         if found.verdict != known[fix].verdict
     }
-    for fix in LOST.get(kind, ()):
-        lost.pop(fix, None)
     assert not lost, "\n".join(f"{fix}: {reason}" for fix, reason in lost.items())
-    if kind in LOST:
-        return
     statements = made(decide(Reading(tree, known), Settings()))
     differences = [
         line

@@ -109,7 +109,7 @@ def test_what_was_bound_or_saved_before_is_corrected(standin: Callable[..., Stan
 
 
 METHODS = """
-import contextlib, functools
+import functools
 
 def decorate(function):
     @functools.wraps(function)
@@ -140,12 +140,6 @@ class Module(Base):
         result = x * y
         return result
 
-    @decorate
-    @decorate
-    def twice(self, x):
-        result = x
-        return result
-
     @staticmethod
     def static(x):
         result = x
@@ -156,28 +150,16 @@ class Module(Base):
         result = cls.scale * x
         return result
 
-    @contextlib.contextmanager
-    def context(self):
-        result = 1
-        yield result
-
     @functools.lru_cache
     def cached(self, x):
         result = x
         return result
-
-    def generator(self, n):
-        for result in range(n):
-            yield result
 
     def closure(self, x):
         def inner(y):
             result = x + y
             return result
         return inner
-
-    async def coroutine(self):
-        return 1
 """
 
 
@@ -194,21 +176,10 @@ class Module(Base):
             ("decorated", 6),
             ("decorated", -6),
         ),
-        (
-            "twice",
-            "result = x",
-            "result = -x",
-            lambda m: m.twice(3),
-            ("decorated", ("decorated", 3)),
-            ("decorated", ("decorated", -3)),
-        ),
         ("static", "result = x", "result = -x", lambda m: m.static(3), 3, -3),
         ("of_class", "result = cls.scale * x", "result = -cls.scale * x", lambda m: m.of_class(3), 30, -30),
-        ("context", "result = 1", "result = 2", lambda m: m.context().__enter__(), 1, 2),
         ("cached", "result = x", "result = -x", lambda m: m.cached.__wrapped__(m, 3), 3, -3),
-        ("generator", "yield result", "yield -result", lambda m: list(m.generator(3)), [0, 1, 2], [0, -1, -2]),
         ("closure", "result = x + y", "result = x - y", lambda m: m.closure(5)(3), 8, 2),
-        ("__init__", "self.__hidden = 7", "self.__hidden = 8", lambda m: type(m)().mangled(), 7, 8),
     ],
 )
 def test_every_kind_of_method_is_corrected_in_place(
@@ -317,24 +288,23 @@ def test_an_edit_that_needs_another_closure_changes_nothing(standin: Callable[..
     assert package.module.A().run() == 1
 
 
-@pytest.mark.parametrize(
-    ("pattern", "new"), [("X = 1", "X = 2"), ("import sys", "import os"), ("y: int = 0", "y: int = 1")]
-)
-def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn], pattern: str, new: str) -> None:
+@pytest.mark.parametrize("pattern", ["import sys", "X = 1", "y: int = 0"])
+def test_text_outside_of_functions_is_left_alone(standin: Callable[..., StandIn], pattern: str) -> None:
     text = "import sys\nX = 1\nclass A:\n    y: int = 0\n    def run(self):\n        return X\n"
     package = standin(text)
     start = text.index(pattern)
-    verdict = change([Edit(CODE, start, start + len(pattern), new)])
+    verdict = change([Edit(CODE, start, start + len(pattern), "other = 1")])
     with pytest.raises(InstallationError, match="is not in a function"):
         Installation(package.source, {"fix": verdict})
 
 
-@pytest.mark.parametrize("text", ["X = 1", "class B: pass", "def added(): pass\nX = 1"])
-def test_only_methods_are_added(standin: Callable[..., StandIn], text: str) -> None:
+@pytest.mark.parametrize(
+    ("below", "text"), [("A.run", "X = 1"), ("A.run", "def added(): pass\nX = 1"), ("run", "def added(): pass")]
+)
+def test_only_methods_are_added(standin: Callable[..., StandIn], below: str, text: str) -> None:
     package = standin("class A:\n    def run(self):\n        return 1\n\ndef run():\n    return 1\n")
-    for change in (package.add("A.run", text), package.add("run", "def added(): pass")):
-        with pytest.raises(InstallationError, match="Only methods can be added there"):
-            Installation(package.source, {"fix": change})
+    with pytest.raises(InstallationError, match="Only methods can be added there"):
+        Installation(package.source, {"fix": package.add(below, text)})
 
 
 def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]) -> None:
@@ -348,11 +318,9 @@ def test_the_last_statement_of_a_function_can_go(standin: Callable[..., StandIn]
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("def added(self, x, y=3):\n    return self.run() + 1 + x + y", lambda m: m.A().added(1)),
         ("@classmethod\ndef added(cls, x=2):\n    return cls().run() + x + 3", lambda m: m.A.added()),
         ("@staticmethod\ndef added(*, x=6):\n    return x", lambda m: m.A.added()),
         ("def added(self):\n    return self.__y() + 4", lambda m: m.A().added()),
-        ("def added(self): pass", lambda m: 6 * (m.A.added.__qualname__ == "A.added")),
         ("def added(self):\n    return math.floor(6.5)", lambda m: m.A().added()),
     ],
 )
@@ -375,20 +343,6 @@ def test_a_function_to_be_added_that_somebody_else_has_added_is_reported(standin
     added = package.add("A.run", "def added(self): return 'ours'")
     assert set(Installation(package.source, {"fix": added}).failing_changes()) == {"fix"}
     assert vars(package.module.A)["added"] is theirs
-
-
-def test_the_edits_of_all_fixes_to_one_function_are_put_together(standin: Callable[..., StandIn]) -> None:
-    text = "def run(x):\n    a = 1\n    b = 2\n    return a, b, x\n"
-    package = standin(text)
-    first, second = package.edit("run", "a = 1", "a = 10"), package.insert("run", "b = 2", "c = 3")
-    third = package.edit("run", "b = 2", "b = c")
-    assert patched(package.source, {"a": first, "b": second, "c": third})[CODE][1] == text.replace(
-        "a = 1", "a = 10"
-    ).replace("b = 2", "c = 3\n    b = c")
-    installation = package.install(first, second, third)
-    assert package.module.run(0) == (10, 3, 0)
-    installation.revert()
-    assert package.module.run(0) == (1, 2, 0)
 
 
 def test_insertions_at_one_place_come_in_the_declared_order(standin: Callable[..., StandIn]) -> None:

@@ -22,9 +22,9 @@ from te_graph_fixes.status import Verdict
 CODE = f"{PACKAGE}.code"
 
 
-def source_of(text: str) -> Source:
+def source_of(text: str, version: str | None = None) -> Source:
     """Return a TE of one module."""
-    source = Source("nowhere", None)
+    source = Source("nowhere", version)
     source._modules[CODE] = ModuleSource(CODE, "code.py", text)
     return source
 
@@ -323,3 +323,21 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
     assert verdict("x = b\n").verdict == Verdict.UNRECOGNIZED
     both = verdict("x = a\nx = c\n")
     assert (both.verdict, "found both" in both.reason) == (Verdict.UNRECOGNIZED, True)
+
+
+@pytest.mark.parametrize(
+    ("affected", "version", "verdict"),
+    [
+        (">=2.13", "2.12.0+vendor", Verdict.NOT_APPLICABLE),
+        (">=2.12", "2.12.0+vendor", Verdict.UNRECOGNIZED),
+        (">=2.12", "2.12.0.dev0+abc", Verdict.NOT_APPLICABLE),
+        (">=2.12", None, Verdict.NOT_APPLICABLE),
+    ],
+)
+def test_a_feature_that_the_version_must_have_is_unrecognized(
+    affected: str, version: str | None, verdict: Verdict
+) -> None:
+    fix = Fix("", "", absent=[(hunk(" x = a"), "no feature")], affected_versions=affected)
+    found = fix.assess(source_of(TEXT, version))
+    assert found.verdict == verdict
+    assert found.reason.endswith("no feature")

@@ -57,6 +57,12 @@ def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> Non
     assert Source.at(tmp_path).version == "2.21.0.dev0"
 
 
+@pytest.mark.parametrize("content", [b"Version: \xff\xfe\n", b""])
+def test_metadata_that_cannot_be_read_has_no_version(tmp_path: Path, content: bytes) -> None:
+    next(tree(tmp_path).glob("*.dist-info/METADATA")).write_bytes(content)
+    assert Source.at(tmp_path).version is None
+
+
 def test_a_folder_without_te_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(TENotFoundError, match=r"expected .*transformer_engine/__init__.py"):
         Source.at(tmp_path)
