@@ -13,33 +13,27 @@ def main() -> int:
 
     If ``run --print-env`` fails, its output ends the script that passes it to `eval`.
     """
-    is_for_eval = sys.argv[1:2] == ["run"] and "--print-env" in sys.argv
     status = 1
     try:
         with contextlib.suppress(FileNotFoundError):
             _forget_current_folder()
-        status = _run()
-    finally:
-        if status and is_for_eval:
-            print("exit 1", flush=True)
-    return status
-
-
-def _run() -> int:
-    try:
         status = _start()
         if sys.stdout:  # None if it is closed
             sys.stdout.flush()
-        return status
     except ImportError as error:
         print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return NOT_USABLE
+        status = NOT_USABLE
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
+        status = 1
         if isinstance(error, BrokenPipeError):
-            return 128 + signal.SIGPIPE
-        print(f"te-graph-fixes: {error}", file=sys.stderr)
-        return 1
+            status = 128 + signal.SIGPIPE
+        else:
+            print(f"te-graph-fixes: {error}", file=sys.stderr)
+    finally:
+        if status and sys.argv[1:2] == ["run"] and "--print-env" in sys.argv:
+            print("exit 1", flush=True)
+    return status
 
 
 def _forget_current_folder() -> None:

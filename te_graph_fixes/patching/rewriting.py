@@ -104,96 +104,93 @@ class Replacement(NamedTuple):
 
     def edit(self, definition: Definition, match: Match) -> Edit:
         """Return the edit of the source at a match."""
-        edit_of = self._edit_of_lines if self.whole_lines else self._edit_within_line
-        nodes = match.bound.nodes
-        return edit_of(definition, match, nodes[self.start.node], nodes[self.end.node])
-
-    def _edit_within_line(self, definition: Definition, match: Match, first: Any, last: Any) -> Edit:
-        module = definition.module
-        start = span_with_parentheses(module, first)[self.start.edge]
-        end = span_with_parentheses(module, last)[self.end.edge]
-        text = self.text.replace("\n", "\n" + _indent_at(module.text, start))
+        module, text = definition.module, self.text
+        first, last = match.bound.nodes[self.start.node], match.bound.nodes[self.end.node]
+        if self.whole_lines:
+            start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
+            if self.start != self.end and self.end.edge == START:  # comments belong to the block below them
+                end = _start_of_comments(module, last)
+            if not text:
+                start = _start_of_comments(module, first)
+            text = indented(module, first, text)
+        else:
+            start = span_with_parentheses(module, first)[self.start.edge]
+            end = span_with_parentheses(module, last)[self.end.edge]
+            text = text.replace("\n", "\n" + _indent_at(module.text, start))
         return Edit(module.name, start, end, _filled(definition, match, text))
-
-    def _edit_of_lines(self, definition: Definition, match: Match, first: Any, last: Any) -> Edit:
-        module = definition.module
-        start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
-        if self.start != self.end and self.end.edge == START:  # comments belong to the block below them
-            end = _start_of_comments(module, last)
-        if not self.text:
-            start = _start_of_comments(module, first)
-        return Edit(module.name, start, end, _filled(definition, match, indented(module, first, self.text)))
 
 
 def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
     """Return the replacements to turn the ``old`` side of a hunk into the ``new`` side; raises `PatchError`."""
-    comparison = _Comparison(old, new)
     replacements: list[Replacement] = []
     removed: list[Line] = []
     for mark, run in chain(groupby(lines, key=lambda line: line.mark), [(" ", iter(()))]):
         run_lines = [*run]
         if mark == "+" or (mark == " " and removed):
-            replacements += comparison.replace(removed, run_lines if mark == "+" else [])
+            replacements += _replace(old, new, removed, run_lines if mark == "+" else [])
         removed = run_lines if mark == "-" else []
     return replacements
 
 
-class _Comparison:
-    def __init__(self, old: Side, new: Side) -> None:
-        self._old, self._new = old, new
+def _replace(old: Side, new: Side, removed: list[Line], added: list[Line]) -> list[Replacement]:
+    """Return the replacements for removed and added lines: of parts of one statement, or else of whole lines."""
+    olds, news = old.statements(removed), new.statements(added)
+    if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
+        before, after = _difference(olds[0], news[0])
+        if isinstance(before, ast.expr):
+            return _replace_expression(before, new, after, added)
+        if inserted := _insert_items(before, new, after):
+            return inserted
+    return [_replace_lines(old, removed, added)]
 
-    def replace(self, removed: list[Line], added: list[Line]) -> list[Replacement]:
-        """Return the replacements for removed and added lines: of parts of one statement, or else of whole lines."""
-        olds, news = self._old.statements(removed), self._new.statements(added)
-        if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
-            old, new = _difference(olds[0], news[0])
-            if isinstance(old, ast.expr):
-                return self._replace_expression(old, new, added)
-            if isinstance(old, ast.With) and isinstance(new, ast.With) and (inserted := self._insert_items(old, new)):
-                return [inserted]
-        return [self._replace_lines(removed, added)]
 
-    def _replace_lines(self, removed: list[Line], added: list[Line]) -> Replacement:
-        """Replace whole lines with whole lines, or insert them below the statement above."""
-        changed = removed or added
-        first = changed[0]
-        above = [line for line in self._old.lines if line.number <= changed[-1].number]
-        below = self._old.lines[len(above) :]
-        end = self._old.spot(END, above[-1], first.indent) if above else None
-        if not end and below:
-            end = self._old.spot(START, below[0], below[0].indent if removed else first.indent)
-        start = self._old.spot(START, first, first.indent) if removed else end
-        if not start or not end:
-            raise PatchError(f"line {first.number}: no statement of the same block above or below")
-        text = textwrap.dedent("".join(f"{line.text}\n" for line in added))
-        if _UNKNOWN.search(text):
-            raise _unknown_text(added)
-        return Replacement(start, end, text, True)
+def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replacement:
+    """Replace whole lines with whole lines, or insert them below the statement above."""
+    changed = removed or added
+    first = changed[0]
+    above = [line for line in old.lines if line.number <= changed[-1].number]
+    below = old.lines[len(above) :]
+    end = old.spot(END, above[-1], first.indent) if above else None
+    if not end and below:
+        end = old.spot(START, below[0], below[0].indent if removed else first.indent)
+    start = old.spot(START, first, first.indent) if removed else end
+    if not start or not end:
+        raise PatchError(f"line {first.number}: no statement of the same block above or below")
+    text = textwrap.dedent("".join(f"{line.text}\n" for line in added))
+    if _UNKNOWN.search(text):
+        raise _unknown_text(added)
+    return Replacement(start, end, text, True)
 
-    def _replace_expression(self, old: Any, new: Any, added: list[Line]) -> list[Replacement]:
-        """Replace an expression. If it contains ``...`` or ``ANY``, insert text around it."""
-        start, end = span_with_parentheses(self._new.module, new)
-        text = self._new.text(start, end)
-        if not _UNKNOWN.search(text):
-            return [Replacement(Spot(old, START), Spot(old, END), text, False)]
-        kept = [part for part in ast.walk(new) if _is_same(part, old)]
-        if len(kept) != 1:
-            raise _unknown_text(added)
-        kept_start, kept_end = self._new.module.span(kept[0])
-        texts = {START: self._new.text(start, kept_start), END: self._new.text(kept_end, end)}
-        return [Replacement(Spot(old, edge), Spot(old, edge), text, False) for edge, text in texts.items() if text]
 
-    def _insert_items(self, old: ast.With, new: ast.With) -> Replacement | None:
-        """Return a replacement that adds items to a `with`, before the next item or at the end; None otherwise."""
-        count, span = len(new.items) - len(old.items), self._new.module.span
-        index = len([*takewhile(bool, map(_is_same, old.items, new.items))])
-        if count < 1 or not _is_same(old.items[index:], new.items[index + count :]):
-            return None
-        if index < len(old.items):
-            spot, first, following = Spot(old.items[index], START), new.items[index], new.items[index + count]
-            return Replacement(spot, spot, self._new.text(span(first)[START], span(following)[START]), False)
-        spot, last = Spot(old.items[-1], END), new.items[index - 1]
-        return Replacement(spot, spot, self._new.text(span(last)[END], span(new.items[-1])[END]), False)
+def _replace_expression(before: Any, new: Side, after: Any, added: list[Line]) -> list[Replacement]:
+    """Replace an expression. If it contains ``...`` or ``ANY``, insert text around it."""
+    start, end = span_with_parentheses(new.module, after)
+    text = new.text(start, end)
+    if not _UNKNOWN.search(text):
+        return [Replacement(Spot(before, START), Spot(before, END), text, False)]
+    kept = [part for part in ast.walk(after) if _is_same(part, before)]
+    if len(kept) != 1:
+        raise _unknown_text(added)
+    kept_start, kept_end = new.module.span(kept[0])
+    texts = {START: new.text(start, kept_start), END: new.text(kept_end, end)}
+    return [Replacement(Spot(before, edge), Spot(before, edge), text, False) for edge, text in texts.items() if text]
+
+
+def _insert_items(before: Any, new: Side, after: Any) -> list[Replacement]:
+    """Return a replacement that adds items to a `with`, before the next item or at the end; [] for other changes."""
+    if not (isinstance(before, ast.With) and isinstance(after, ast.With)):
+        return []
+    count, span = len(after.items) - len(before.items), new.module.span
+    index = len([*takewhile(bool, map(_is_same, before.items, after.items))])
+    if count < 1 or not _is_same(before.items[index:], after.items[index + count :]):
+        return []
+    if index < len(before.items):
+        spot = Spot(before.items[index], START)
+        start, end = span(after.items[index])[START], span(after.items[index + count])[START]
+    else:
+        spot = Spot(before.items[-1], END)
+        start, end = span(after.items[index - 1])[END], span(after.items[-1])[END]
+    return [Replacement(spot, spot, new.text(start, end), False)]
 
 
 def _difference(old: Any, new: Any) -> tuple[Any, Any]:
