@@ -122,7 +122,7 @@ class Fix:
         has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)
         return Verdict.APPLICABLE if has_bug else Verdict.NOT_NEEDED
 
-    def must_be_needed(self, version: str | None) -> bool:
+    def must_have_bug(self, version: str | None) -> bool:
         """Return whether a version must have the bug. A pre-release must have it only if the release before has it."""
         found = parsed(version)
         before = f"{found.major}.{max(found.minor - 1, 0)}" if found and found.is_prerelease else version
@@ -148,13 +148,14 @@ class Fix:
         An error in this method is a bug of this package, and a feature that is missing in a version that must have the
         bug was overlooked. In both cases the fix is ``unrecognized``, and nothing is changed.
         """
+        must_have_bug = self.must_have_bug(source.version)
         try:
             found = self._assess(source)
         except UnrecognizedError as error:
             return Assessment(Verdict.UNRECOGNIZED, str(error))
         except Exception as error:
             return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
-        if found.verdict == Verdict.NOT_APPLICABLE and self.must_be_needed(source.version):
+        if found.verdict == Verdict.NOT_APPLICABLE and must_have_bug:
             version = f"TransformerEngine {source.version}"
             reason = f"{version} should have this bug, but its feature was not found: {found.reason}"
             return Assessment(Verdict.UNRECOGNIZED, reason)

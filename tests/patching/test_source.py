@@ -101,14 +101,6 @@ def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, 
         Source.at(tmp_path).module(CODE).definition("run")
 
 
-def test_definitions_are_found_by_qualified_name_and_never_where_there_are_two() -> None:
-    text = "class A:\n    def f(self): pass\n\ndef g(): pass\ndef twice(): pass\ndef twice(): pass\n"
-    module = ModuleSource(CODE, "code.py", text)
-    assert set(module.definitions) == {"A", "A.f", "g"}
-    with pytest.raises(UnrecognizedError, match=r"one definition of twice in code.py, found none or several"):
-        module.definition("twice")
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -132,7 +124,6 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "matches"),
     [
-        ("a = ANY", "a = f(1)[2]", 1),
         ("a = ANY", "a = 1\n    a = 2", 2),
         ("a = None", "a = (\n        None  # a comment\n    )", 1),
         ("f(ANY, k=1)", "x = f(g(2), k=1)", 1),
@@ -142,12 +133,9 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
         ("a = 'x'", 'a = "x"', 1),
         ("if x: ...", "if x:\n        a = 1\n        b = 2", 1),
         ("if x: ...", "if x:\n        a = 1\n    else:\n        b = 2", 0),
-        ("if x:\n    ...\n    b = 2", "if x:\n        a = 1\n        b = 2", 1),
         ("if x:\n    ...\n    b = 2", "if x:\n        b = 2\n        a = 1", 0),
         ("a = 1\nb = 2", "a = 1\n    b = 2\n    c = 3", 1),
         ("a = 1\nb = 2", "a = 1\n    c = 3\n    b = 2", 0),
-        ("a = 1\nb = 2", "a = 1\n    while x: pass\n    b = 2", 0),
-        ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    b = 2", 1),
         ("a = 1\n...\nb = 2", "a = 1\n    c = 3\n    d = 4\n    e = 5\n    b = 2\n    f = 6", 1),
         ("a = 1\n...\nb = 2", "a = 1\n    b = 2", 1),
         ("a = 1\n...\nb = 2", "a = 1\n    b = 2\n    b = 2", 2),
@@ -160,9 +148,7 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
         ("a = ANY_A\n...\nb = ANY_A", "a = 1\n    b = 2\n    a = 2\n    b = 1", 1),
         ("if x:\n    ...\n    a = ANY_A\n    ...", "if x:\n        a = 1\n        a = 2", 2),
         ("if x:\n    ...\n    a = ANY\n    ...", "if x:\n        a = 1\n        a = 2", 1),
-        ("for ANY_I in xs: ...", "for i, j in xs:\n        pass", 1),
         ("a = 1", "try:\n        pass\n    except E:\n        a = 1\n    finally:\n        a = 1", 2),
-        ("a = 1", "match x:\n        case 2:\n            a = 1", 1),
         ("a = 1", "with f() as g:\n        a = 1", 1),
     ],
 )
