@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import shlex
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
-_PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
-_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-_OTHER_ENVIRONMENT = ("sudo", "ssh", "su", "runuser")
-_SET_BY_RUN = ("PYTHONPATH", "PYTHONWARNINGS")
+_DROPS_VARIABLES = re.compile(
+    r"""
+    (?<![\w.-]) (?:
+        (?: sudo | ssh | su | runuser ) (?=\s)
+        | env (?: \s-u\s?\w+ | \s\w+=\S* )*? \s (?:
+            (?: -\w*i\w* | - | --ignore-environment ) (?!\S) | (?: -u\s? | --unset= ) PYTHON (?:PATH|WARNINGS)
+        )
+        | (?: python | pypy ) [\d.]* t? (?: \s-[WX]\s?\S+ | \s-[^\WcmWX]+ )*? \s -[^\WcmWX]*[IE]\w*
+    )
+    """,
+    re.VERBOSE,
+)
+"""Commands that start a program without the variables of ``run``, or a Python that ignores them."""
 
 
 def unreached(command: Sequence[str]) -> list[str]:
@@ -21,74 +29,20 @@ def unreached(command: Sequence[str]) -> list[str]:
 
     Programs that the command starts only later are not known here.
     """
-    return list(dict.fromkeys(_unreached(command)))
+    path = shutil.which(command[0]) or command[0]
+    found = [match[0] for match in _DROPS_VARIABLES.finditer(" ".join([*command, ";", _interpreter(path)]))]
+    return found + [f"the PEX {file}" for file in (path, *command[1:]) if _is_pex(file)]
 
 
-def _unreached(command: Sequence[str]) -> Iterator[str]:
-    for index, word in enumerate(command):
-        name, arguments = os.path.basename(word), command[index + 1 :]
-        if name == "env":
-            yield from _dropped_by_env(arguments)
-        elif name in _OTHER_ENVIRONMENT:
-            yield name
-        elif name in _SHELLS:
-            yield from _in_script(arguments)
-        elif _PYTHON.fullmatch(name):
-            yield from _ignored_by_python(name, arguments)
-        if index == 0:
-            yield from _in_file(shutil.which(word) or word)
+def _interpreter(path: str) -> str:
+    """Return the command in the first line of a script; "" for another file."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        first = file.readline(1000)
+        return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+    return ""
 
 
-def _dropped_by_env(arguments: Sequence[str]) -> Iterator[str]:
-    words = iter(arguments)
-    for word in words:
-        option = re.fullmatch(r"(?:-u|--unset=?)(\w*)", word)
-        unset = (option[1] or next(words, "")) if option else ""
-        if word in ("-", "--ignore-environment") or re.fullmatch("-[a-zA-Z]*i[a-zA-Z]*", word):
-            yield "env -i"
-        elif unset in _SET_BY_RUN or word.partition("=")[0] in _SET_BY_RUN:
-            yield f"env -u {unset}" if unset else f"env {word}"
-        elif not word.startswith("-") and "=" not in word:
-            return
-
-
-def _ignored_by_python(name: str, arguments: Sequence[str]) -> Iterator[str]:
-    words = iter(arguments)
-    for word in words:
-        if not re.match("-[^-]", word):
-            if not word.startswith("--"):
-                yield from _in_file(word)
-                return
-            continue
-        flags, option, value = (
-            re.split("([cmWX])", word[1:], maxsplit=1) if re.search("[cmWX]", word) else (word, "", "")
-        )
-        for flag in set(flags) & {"I", "E"}:
-            yield f"{name} -{flag}"
-        if option in ("c", "m"):
-            return
-        if option and not value:
-            next(words, None)
-
-
-def _in_script(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield what the script of ``sh -c SCRIPT`` starts."""
-    for option, script in pairwise(arguments):
-        if re.fullmatch("-[a-z]*c", option):
-            try:
-                yield from _unreached(shlex.split(script, comments=True))
-            except ValueError:  # the shell reports it
-                return
-
-
-def _in_file(path: str) -> Iterator[str]:
-    """Yield how a program starts Python, if it is a script or a PEX."""
-    try:
-        with open(path, "rb") as file:
-            first = file.readline(1000)
-        if zipfile.is_zipfile(path) and "PEX-INFO" in zipfile.ZipFile(path).namelist():
-            yield f"the PEX {path}"
-    except (OSError, zipfile.BadZipFile):
-        return
-    if first.startswith(b"#!"):
-        yield from _unreached(first[2:].decode(errors="replace").split())
+def _is_pex(path: str) -> bool:
+    with contextlib.suppress(OSError, zipfile.BadZipFile):
+        return os.path.isfile(path) and zipfile.is_zipfile(path) and "PEX-INFO" in zipfile.ZipFile(path).namelist()
+    return False

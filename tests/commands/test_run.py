@@ -153,17 +153,19 @@ UNREACHED = (
     ("command", "part"),
     [
         ("{python} -I job.py", "-I"),
-        ("{python} -uE -W ignore job.py", "-E"),
+        ("{python} -W ignore -uE job.py", "-uE"),
         ("env -i {python} job.py", "env -i"),
         ("sh -c 'exec env -u PYTHONPATH -u PYTHONWARNINGS {python} job.py'", "env -u PYTHONPATH"),
         ("./isolated.py", "-I"),
         ("{python} job.py -I", ""),
+        ("{python} isolated.py", ""),
         ("env A=b {python} job.py", ""),
     ],
 )
 def test_parts_of_a_command_that_are_not_reached(run: Run, folder: Path, command: str, part: str) -> None:
-    script(folder / "isolated.py", f"#!{sys.executable} -I\nprint(False)\n")
-    script(folder / "job.py", f"import sys; sys.path.insert(0, {str(folder / 'site')!r}); {STATE}")
+    text = f"import sys; sys.path.insert(0, {str(folder / 'site')!r}); {STATE}"
+    script(folder / "isolated.py", f"#!{sys.executable} -I\n{text}")
+    script(folder / "job.py", text)
     done = run(*shlex.split(command.format(python=sys.executable)))
     assert (done.returncode, done.stdout) == (0, f"{not part}\n"), done.stderr
     assert (UNREACHED in done.stderr) == bool(part)
