@@ -99,26 +99,6 @@ class Decision:
         """A message with the remedy if another version of this package baked the fixes, else ""."""
         return self.reading.manifest.outdated if self.reading.manifest else ""
 
-    @property
-    def added(self) -> dict[str, str]:
-        """Map each fix that is applied only because selected fixes require it to the names of those fixes."""
-        named_fixes = sorted(self.settings.only or ())
-        required_by = {
-            fix_id: [name for name in named_fixes if name in self.to_apply and fix_id in with_required([name])]
-            for fix_id in self.to_apply.keys() - set(named_fixes)
-        }
-        return {fix_id: ", ".join(names) for fix_id, names in sorted(required_by.items()) if names}
-
-    @property
-    def dropped(self) -> dict[str, str]:
-        """The reasons of the fixes that are disabled only because they require a disabled fix."""
-        selected = CATALOGUE.keys() if self.settings.only is None else self.settings.only
-        return {
-            fix_id: self.fixes[fix_id].reason
-            for fix_id in self.disabled
-            if fix_id in selected and fix_id not in self.settings.disable
-        }
-
     def _having(self, *statuses: Status) -> list[str]:
         return [fix_id for fix_id, fix in self.fixes.items() if fix.status in statuses]
 

@@ -111,8 +111,6 @@ def _diff(options: argparse.Namespace) -> int:
         fix = decision.fixes[fix_id]
         if fix.status != Status.PENDING:
             _note(f"{fix_id} is {fix.status}: {fix.reason}")
-    for fix_id, by in decision.added.items():
-        _note(f"The diff includes {fix_id}, which {by} requires.")
     if not (names or decision.to_apply):
         _note(f"No changes. For the reasons, run `te-graph-fixes status --all{_where(options)}`.")
     sys.stdout.writelines(bake.unified(decision))

@@ -75,17 +75,7 @@ def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
         for fix_id in sorted(CATALOGUE.keys() - set().union(*by_outcome.values())):
             fix = decision.fixes[fix_id]
             yield f"  {fix_id:{width}}  {fix.status}: {fix.reason}"
-    yield from _side_effects(decision)
     yield from _next_steps(decision, where)
-
-
-def _side_effects(decision: Decision) -> Iterator[str]:
-    """Yield a line for each fix that is applied or disabled only because of another fix; nothing if there is none."""
-    lines = [f"also applied: {fix_id}, required by {by}" for fix_id, by in decision.added.items()]
-    lines += [f"also disabled: {fix_id} ({reason})" for fix_id, reason in decision.dropped.items()]
-    if lines:
-        yield ""
-        yield from lines
 
 
 def _next_steps(decision: Decision, where: str) -> Iterator[str]:

@@ -191,21 +191,6 @@ def test_a_fix_goes_with_what_it_requires(cli: Cli, tmp_path: Path, monkeypatch:
     assert "Nothing was written, because these fixes cannot be applied:\n" in err
     monkeypatch.setenv(DISABLE, ",".join(unknown))
     assert cli("status", "--source", tree)[0] == cli("diff", "--source", tree)[0] == 0
-    monkeypatch.delenv(DISABLE)
-    status, _, err = cli("diff", "--source", source("2.12.0"), "warmup-reset")
-    assert status == 0
-    added = ("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights")
-    notes = [f"te-graph-fixes: The diff includes {fix_id}, which warmup-reset requires." for fix_id in added]
-    assert err.splitlines() == notes
-
-
-def test_status_names_the_fixes_that_are_added_or_dropped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "warmup-reset")
-    out = cli("status", "--source", source("2.12.0"))[1]
-    assert "\nalso applied: stale-fp8-weights, required by warmup-reset\n" in out
-    monkeypatch.setenv(DISABLE, "stale-fp8-weights")
-    out = cli("status", "--source", source("2.12.0"))[1]
-    assert "\nalso disabled: warmup-reset (requires stale-fp8-weights, which is disabled)" in out
 
 
 def test_the_package_folder_itself(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
