@@ -29,7 +29,7 @@ def named(fixes: Sequence[str]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun == 'fix' else 's'}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun == 'fix' else 's'}"
 
 
 def print_stderr(text: str) -> None:

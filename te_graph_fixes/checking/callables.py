@@ -17,8 +17,8 @@ from transformer_engine.pytorch import graph
 from . import Options
 from .findings import Check, print_line
 from .isolation import MARK, NotIsolatedError
+from .lifetimes import Subject
 from .reference import FIRST, EagerReference, Microbatch, Values, copied, named_outputs
-from .subjects import Subject
 
 current: list[Check] = []  # the latest check of this process, if any
 
@@ -84,6 +84,7 @@ class CheckedCallable:
         self._replay = graphed.forward if graphed is reference.module else graphed
         update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
         self._check, self._reference, self._index = check, reference, next(check.numbers)
+        reference.callables.append(self._index)
         self._keys = [*sample, *reference.takes]
         self._replay_wgrads, self._training = graphed.backward_dw, reference.module.training
         self._delayed: Microbatch | None = None
@@ -143,10 +144,7 @@ class CheckedCallable:
         """Run the reference before a replay. Before a backward, ``grads`` are the gradients of the outputs."""
         if grads:
             run.backward = copied(grads), self._reference.state()
-        try:
-            run.eager = self._reference.compute(run, when)
-        finally:
-            self._check.note_changes(self._index, self._reference)
+        run.eager = self._reference.compute(run, when)
         self._check.lifetimes.before_replay()
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:

@@ -32,11 +32,10 @@ from ..fixes import CATALOGUE
 from ..patching.source import Source
 from ..ranks import rank
 from ..status import Status, Verdict
-from ..text import print_stderr
+from ..text import count, print_stderr
 from . import EXIT_MISMATCH, Options
 from .difference import relative_error
-from .lifetimes import Lifetimes
-from .subjects import PARAMETER, Subject
+from .lifetimes import PARAMETER, Lifetimes, Subject
 
 NOISE_FACTOR = 8
 """An error is a mismatch if it exceeds the difference of two eager runs by more than this factor."""
@@ -70,7 +69,6 @@ class Check:
         self._called: dict[Any, Any] = {}
         """For each reference called in this step, the state of its parameters; None after an optimizer's step."""
         self._pending: list[tuple[torch.Tensor | float, Subject, str]] = []
-        self._changes: list[tuple[int, Any, dict[str, list[Any]]]] = []
         self._noise: dict[str, torch.Tensor] = {}
         """The largest relative error of two eager runs, by the kind of subject."""
         self._printed: set[object] = set()
@@ -110,11 +108,6 @@ class Check:
         elif graphed is not eager:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
-    def note_changes(self, index: int, reference: Any) -> None:
-        """Record how the eager runs of a callable changed the job, so that `_end_step` can print it."""
-        self._changes.append((index, reference, reference.changes))
-        reference.changes = {}
-
     def leave_out(self, index: int, reference: Any) -> None:
         self.totals["left out"] += self.is_new(("left out", index))
         if self.is_new((reference.name, reference.refusal)):
@@ -134,7 +127,7 @@ class Check:
         if self._pending:
             self.totals["steps"] = self.step
             _ = self._fixes  # of the checked steps, not of the end of the job
-        self._print_changes()
+        self._leave_out_changed()
         groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
         for error, subject, text in self._pending:
             if subject.reference.refusal:
@@ -155,16 +148,16 @@ class Check:
             sys.stdout.flush()
             os._exit(EXIT_MISMATCH)
 
-    def _print_changes(self) -> None:
-        """Print how eager runs changed the job, and stop checking the modules involved."""
-        changes, self._changes = self._changes, []
-        for index, reference, errors in changes:
-            names = [name for name, each in errors.items() if any(float(error) > 0 for error in each)]
+    def _leave_out_changed(self) -> None:
+        """Leave out the modules whose eager runs changed tensors of the job."""
+        for reference in self.references:
+            names = list(dict.fromkeys(name for name, error in reference.changes if float(error) > 0))
             if names and not reference.refusal:
-                reference.refusal = f"the check changed {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-                self.totals += Counter({"errors": 1, "left out": self.is_new(("left out", index))})
-                self.is_new((reference.name, reference.refusal))
-                print_line(f"error: {reference.refusal} and restored it: callable {index} ({reference.name})")
+                changed = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                reference.refusal = f"its eager run changed {changed}, which the check restored"
+                for index in reference.callables:
+                    self.leave_out(index, reference)
+            reference.changes = []
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
         """Print the largest of several mismatches whose texts differ only in the parameter's name."""
@@ -260,8 +253,8 @@ def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
 def _sentence(totals: list[Counter[str]]) -> str:
     """Return the summary of a check: the numbers of comparisons and mismatches on all ranks."""
     total, steps = sum(totals, Counter[str]()), max(counts["steps"] for counts in totals)
-    counted = _count(steps, "step"), _count(total["callables"], "callable"), _count(total["tensors"], "tensor")
-    scope = ", ".join(counted)
+    numbers = {"step": steps, "callable": total["callables"], "tensor": total["tensors"]}
+    scope = ", ".join(count(number, noun) for noun, number in numbers.items())
     verdict = f"{total['different']:,} differ" if total["different"] else "all equal"
     if len(totals) > 1:
         scope += f" on {len(totals)} ranks"
@@ -274,13 +267,7 @@ def _sentence(totals: list[Counter[str]]) -> str:
     if total["noisy"]:
         verdict += f", except {total['noisy']:,} that two eager runs do not reproduce"
     if total["left out"]:
-        verdict += f"; {_count(total['left out'], 'callable')} left out"
-    if total["errors"]:
-        verdict += f", {total['errors']:,} of them because the check changed and restored its tensors"
+        verdict += f"; {count(total['left out'], 'callable')} left out"
     if steps == 1:
         verdict += "; one step cannot reveal stale weights: check at least 2"
     return f"{scope}: {verdict}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

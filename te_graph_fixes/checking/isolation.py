@@ -145,7 +145,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
-        """Record no writes to the tensors ``watched``, because `JobState` restores these."""
+        """Record no writes to the tensors ``watched``, because `JobTensors` restores these."""
         super().__init__()
         self._ignored = _storages([*watched])  # and the storages allocated since
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -195,25 +195,15 @@ def _storages(tree: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
 
 
-class JobState:
-    """Copies of the tensors and random states that an eager run must not change."""
+class JobTensors:
+    """Copies of the job's tensors that an eager run must not change."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], random_states: Callable[[], State]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
-        self._get_random_states, self._random_states = random_states, random_states()
 
-    def restore(self) -> dict[str, Any]:
-        """Restore everything without waiting for the GPU. Return each tensor's relative error, measured before."""
-        changes: dict[str, Any] = {name: relative_error(*pair) for name, pair in self._tensors.items()}
+    def restore(self) -> dict[str, torch.Tensor]:
+        """Restore all tensors without waiting for the GPU. Return the relative error that each of them had."""
+        changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
             tensor.data.copy_(copy)  # keeps the version: the job may have saved the tensor for a backward
-        for (restore, before), (_, now) in zip(self._random_states, self._get_random_states(), strict=True):
-            if _plain(before) != _plain(now):
-                changes["a random state"] = 1.0
-                restore(before)
         return changes
-
-
-def _plain(state: Any) -> list[Any]:
-    """Convert a random state (tensors or NumPy arrays) to lists, for comparison."""
-    return [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(state)]

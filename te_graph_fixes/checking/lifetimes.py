@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import wrapt
 from torch.distributed import distributed_c10d
 
-from .subjects import PARAMETER, Subject
+PARAMETER = re.compile(r"(?<=grad of )[\w.]+")
+"""The name of a parameter in the ``kind`` of a `Subject`."""
 
 
-class Compare(Protocol):
-    def __call__(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str) -> None: ...
+class Subject(NamedTuple):
+    """The subject of a comparison: a tensor or mark of a callable in a step.
+
+    ``kind`` is, for example, ``(Linear), forward: output 0``. Each kind is reported once.
+    """
+
+    step: int
+    callable: int
+    kind: str
+    reference: Any
 
 
 class Lifetimes:
@@ -25,7 +36,7 @@ class Lifetimes:
     compares it by identity.
     """
 
-    def __init__(self, compare: Compare) -> None:
+    def __init__(self, compare: Callable[..., None]) -> None:
         self._compare = compare
         self.returned: dict[int, Subject] = {}
         """The tensors returned by graphs, by address. A ``.grad`` may be one of them."""

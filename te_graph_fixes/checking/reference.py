@@ -25,7 +25,7 @@ from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-from .isolation import MARK, IsolatedParameters, JobState, NotIsolatedError, State, Writes
+from .isolation import MARK, IsolatedParameters, JobTensors, NotIsolatedError, State, Writes
 
 FIRST = "is_first_microbatch"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
@@ -66,7 +66,8 @@ class EagerReference:
     def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
         """Create the reference of ``module``. The other arguments are options of the capture."""
         self.module, self.name, self.refusal = module, type(module).__name__, ""
-        self.changes: dict[str, list[Any]] = {}  # by tensor of the job, the relative errors after eager runs
+        self.changes: list[tuple[str, torch.Tensor]] = []  # tensors of the job, and their errors after eager runs
+        self.callables: list[int] = []  # the numbers of the callables that have this reference
         self.graph_leaves_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
@@ -107,12 +108,11 @@ class EagerReference:
     def compute(self, run: Microbatch, until: str) -> list[Values]:
         """Run a microbatch twice up to the end of its ``forward``, ``backward`` or ``wgrad``. Return the new values."""
         tensors = self._tensors_of_job(with_gradients=until != "forward")
-        job = JobState(tensors, self.random_states)
+        job = JobTensors(tensors)
         try:
             return [self._reverted(run, until, Writes(tensors.values())) for _ in range(2)]
         finally:
-            for name, error in job.restore().items():
-                self.changes.setdefault(name, []).append(error)
+            self.changes += job.restore().items()
 
     def _reverted(self, run: Microbatch, until: str, writes: Writes) -> Values:
         """Run a microbatch once, revert its writes to other tensors of the job, and return the new values."""
@@ -200,9 +200,9 @@ class EagerReference:
     def state(self) -> State:
         """Return all random states, and the FP8 state of delayed scaling."""
         tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
-        return self.random_states() + [(tensor.copy_, tensor.clone()) for tensor in tensors]
+        return self._random_states() + [(tensor.copy_, tensor.clone()) for tensor in tensors]
 
-    def random_states(self) -> State:
+    def _random_states(self) -> State:
         """Return the states of torch's generators, TE's trackers, Python and NumPy."""
         trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
         generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]

@@ -46,10 +46,7 @@ CORRECT: dict[str, dict[str, Any]] = {
         "reuse": True,
     },
     "no marks": {**FUSED, "modules": ("layernorm_mlp",), "recipe": "delayed", "order": (1, -1) * 2, "weights": "plain"},
-    "weights that are not cached": {**FUSED, "recipe": "delayed", "weights": "marked"},
     "FP8 weights": {**FUSED, "recipe": "current", "fp8_params": True, "bias": False},
-    "delayed wgrads": {**PLAIN, "delay": True},
-    "delayed wgrads of experts": {**PLAIN, "modules": ("grouped_linear",), "delay": True},
     "delayed wgrads of an MLP": {**PLAIN, "modules": ("layernorm_mlp",), "delay": True},
     "inputs without gradients": {**PLAIN, "modules": ("Sum",), "input_grads": False},
     "frozen parameters": {**PLAIN, "modules": ("layernorm_linear",), "freezes_first": True},
@@ -101,7 +98,7 @@ def test_no_false_alarm() -> None:
 def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> None:
     """Hooks of parameters are counted, and add to ``main_grad``, like the hooks of Megatron's data parallelism."""
     found = trainings("held by ")
-    assert len(found) == 3 * 14
+    assert len(found) == 3 * 5
     for line in found:
         assert line["same"], line
         assert line["found"] == [], line
@@ -110,7 +107,7 @@ def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> N
 
 
 def test_the_eager_run_reverts_its_writes_to_tensors_of_the_job() -> None:
-    found = trainings("written: ")
+    found = trainings("written ")
     assert len(found) == 3 * 2
     for line in found:
         assert line["same"], line
@@ -122,42 +119,16 @@ def test_the_eager_run_reverts_its_writes_to_tensors_of_the_job() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("a buffer in a helper object", "the check changed buffer count"),
-        ("a main_grad in a closure", "the check changed main_grad of scale"),
+        ("a buffer", "its eager run changed buffer count, which the check restored"),
+        ("a main grad in a closure", "its eager run changed main_grad of scale, which the check restored"),
         ("a fused module in a list", "it uses a parameter of another module, which has a main_grad"),
-        ("an FP8 module in a list", "it runs a module that is not one of its submodules, with FP8 state of its own"),
+        ("an fp8 module in a list", "it runs a module that is not one of its submodules, with FP8 state of its own"),
     ],
 )
 def test_the_check_leaves_out_and_names_what_it_cannot_isolate(name: str, reason: str) -> None:
-    (line,) = trainings(f"left out: {name}")
+    (line,) = trainings(f"left out {name}")
     assert line["same"], line
     assert (line["found"], line["refusals"], line["left out"]) == ([], [reason], 1)
-    assert line.get("errors", 0) == reason.startswith("the check changed")
-
-
-CHANGED = """
-class Layer(te.Linear):
-    def __init__(self):
-        super().__init__(32, 32, **options)
-        self.register_buffer("count", torch.zeros(1))
-        self.add = self.count.add_
-    def forward(self, x):
-        self.add(1)
-        return super().forward(x)
-layers = torch.nn.ModuleList(Layer() for _ in layers)
-"""
-
-
-def test_a_change_by_the_check_is_an_error_of_its_own() -> None:
-    job = {"before": CHANGED, "after": "print([layer.count.item() for layer in layers])"}
-    done = loop(**job)
-    assert done.stdout == loop(**job, check="off").stdout, done.stderr
-    found = lines(done)
-    for number, line in enumerate(found[:4]):
-        text = "error: the check changed buffer count and restored it"
-        assert line == f"rank 0, {text}: callable {number} (Layer)"
-    assert len(found) == 6
-    assert "; 4 callables left out, 4 of them because the check changed and restored its tensors" in found[-1]
 
 
 DDP = """
@@ -282,20 +253,6 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"^te-graph-fixes check(?:: |, (?=fixes|error))(.*)", done.stderr, re.MULTILINE)
 
 
-RECOMPUTED = """
-class Recomputed(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-    def forward(self, x):
-        return te.checkpoint(self.layer, x)
-layers = torch.nn.ModuleList(map(Recomputed, layers))
-"""
-FUSED = """
-options = {"dtype": torch.bfloat16, "device": "cuda"}
-fused = lambda: te.ops.Sequential(te.ops.LayerNorm(32, **options), te.ops.Linear(32, 32, **options))
-layers = torch.nn.ModuleList(fused() for _ in layers)
-"""
 AGAIN = "for _ in range(2): te.make_graphed_callables(te.Linear(32, 32, **options), (sample(),))\n"
 EQUAL = "fixes on: 2 steps, 4 callables, .* tensors: all equal"
 ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
@@ -309,15 +266,13 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
         ({"check": "1"}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"steps": 1}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
-        ({"before": RECOMPUTED}, EQUAL),
-        ({"before": FUSED}, EQUAL),
         ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables was replayed"),
         (
             {"after": AGAIN},
             "rank 0, graphs that are captured from here on are not compared: the checked steps are over",
         ),
     ],
-    ids=["all", "layers", "one step", "an early end", "TE first", "checkpoint", "te.ops", "no graphs", "late graphs"],
+    ids=["all", "layers", "one step", "an early end", "TE first", "no graphs", "late graphs"],
 )
 def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
     done = loop(**{"first": "import sys\n", **job})
