@@ -37,22 +37,25 @@ class Options:
             raise ValueError(f"check: steps must be 1 or more and layers 0 or more, not {self.steps} and {self.layers}")
 
     @classmethod
-    def parse(cls, text: str) -> Options | None:
-        """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``. Raise ValueError otherwise."""
-        text = text.lower().replace(" ", "")
-        if text in ("", "0", "off"):
+    def parse(cls, text: str, name: str = CHECK) -> Options | None:
+        """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``, ``0`` and an empty text.
+
+        Raise ValueError for any other text, the value of the variable or option ``name``.
+        """
+        words = text.lower().replace(" ", "")
+        if words in ("", "0", "off"):
             return None
-        words = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", text)
-        if words is None:
-            raise ValueError(f"invalid {CHECK}: {text!r}. Valid: on, off, N, N,layers=K, N,strict")
-        steps, layers, strict = words.groups()
+        match = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", words)
+        if match is None:
+            raise ValueError(f"{name}={text} is invalid. Valid values: on, off, N, N,layers=K, N,strict")
+        steps, layers, strict = match.groups()
         return cls(cls.steps if steps in (None, "on") else int(steps), int(layers or 0), bool(strict))
 
 
 def environment_options() -> Options | None:
-    """Parse the variable `CHECK`; None for no check.
+    """Return the options in the variable `CHECK`; None for no check.
 
-    Raise ValueError if it is invalid. If all fixes are turned off, ignore it instead.
+    Raise ValueError if the variable is invalid. If all fixes are turned off, print the error instead, and return None.
     """
     try:
         return Options.parse(os.environ.get(CHECK, ""))
@@ -64,11 +67,12 @@ def environment_options() -> Options | None:
 
 
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
-    """Compare graphs captured after this call with eager runs in their first ``steps`` steps, and report.
+    """Compare the graphs that are captured after this call with eager runs, and print mismatches and a summary.
 
     The check does not change the training. docs/check.md describes its coverage and cost.
 
-    With ``layers=K``, K modules are checked at a time, each group in ``steps`` steps. This needs less memory. With
+    The check ends after ``steps`` steps. With ``layers=K``, it compares K modules at a time, each group in ``steps``
+    steps. This needs less memory. With
     ``strict``, the process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid
     numbers.
     """

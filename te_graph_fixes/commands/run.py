@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         if checks:
             os.environ[CHECK] = checks[-1]
         if checks or not is_off():
-            Options.parse(os.environ.get(CHECK, ""))
+            Options.parse(os.environ.get(CHECK, ""), "--check" if checks else CHECK)
         if PRINT_ENV in options:
             if command:
                 raise ValueError(f"{PRINT_ENV} takes no command: its output is for `eval`.")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_value(option: str) -> str:
-    """Return the value of the variable `CHECK` for an option ``--check[=...]``; raises ValueError for other options."""
+    """Return the value of the variable `CHECK` for an option ``--check[=...]``. Raise ValueError for other options."""
     name, _, value = option.partition("=")
     if name != "--check":
         raise ValueError(f"Unknown option {option}. See `te-graph-fixes run -h`.")
@@ -97,7 +97,7 @@ def _check_value(option: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables to set: PYTHONPATH, PYTHONWARNINGS, strict mode, the check, and the fixes.
+    """Return the environment variables of the program that concern Python's start, strict mode, fixes and the check.
 
     PYTHONPATH begins with our folder, and PYTHONWARNINGS ends with our filter. A relative path to this package becomes
     absolute, because a child may change its working directory.

@@ -27,7 +27,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder for PYTHONPATH with a TE that has none of the functions that the fixes search for."""
+    """Return a folder with a stand-in for TE in ``site``, which lacks the functions that the fixes search for."""
     for name in ("transformer_engine", "transformer_engine/pytorch"):
         script(tmp_path / "site" / name / "__init__.py", "")
     return tmp_path
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(folder: Path) -> Run:
-    """Start a command under ``te-graph-fixes run``, in ``folder``."""
+    """Return a function that starts a command under ``te-graph-fixes run``, in ``folder``."""
     start = functools.partial(python, "-m", "te_graph_fixes", "run", cwd=folder, path=folder / "site")
     return functools.partial(start, **QUIET)
 
@@ -93,9 +93,9 @@ FILES = {
         (["./warnings.sh"], ""),
         *(([sys.executable, "job/worker.py", method], "") for method in ("fork", "spawn", "forkserver")),
     ],
-    ids=["code", "separator", "script", "module", "shell", "warnings set anew", "fork", "spawn", "forkserver"],
+    ids=["code", "separator", "script", "module", "shell", "other warnings", "fork", "spawn", "forkserver"],
 )
-def test_what_is_started_has_the_fixes(run: Run, folder: Path, command: list[str], printed: str) -> None:
+def test_every_child_process_has_the_fixes(run: Run, folder: Path, command: list[str], printed: str) -> None:
     for name, text in FILES.items():
         script(folder / name, text)
     assert outcome(run(*command)) == (0, f"{printed}True\n", "")
@@ -132,7 +132,7 @@ def test_a_job_that_lacks_a_fix_ends_with_an_error(run: Run) -> None:
     assert "<string>:1: TEGraphFixesWarning: " in done.stderr  # the line of the program
 
 
-def test_a_variable_that_is_none_of_ours_stops_no_job(run: Run) -> None:
+def test_an_unknown_variable_stops_no_job(run: Run) -> None:
     said = "te-graph-fixes run: Ignoring TE_GRAPH_FIXES_VERSION: te-graph-fixes has no such variable. Did you mean "
     for rank in ("0", "1"):
         done = run(sys.executable, "-c", "print(1)", TE_GRAPH_FIXES_VERSION="1", RANK=rank)
@@ -211,9 +211,7 @@ def test_a_users_sitecustomize_that_fails_is_reported_as_python_does(folder: Pat
 
 
 @pytest.mark.parametrize("warnings", ["", "error,default::UserWarning"])
-def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
-    run: Run, folder: Path, warnings: str
-) -> None:
+def test_another_sitecustomize_that_does_not_import_ours(run: Run, folder: Path, warnings: str) -> None:
     script(folder / "own" / "sitecustomize.py", "import sys; sys.own = True")
     code = f"import sys, os; print(sys.own, sys.warnoptions, os.environ['PYTHONPATH'].count('launcher'))\n{STATE}"
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH=own:$PYTHONPATH exec "{sys.executable}" "$@"\n')
@@ -222,7 +220,7 @@ def test_another_sitecustomize_that_comes_first_and_does_not_go_on_to_ours(
     assert outcome(found) == (0, f"True {[*options, 'once']} 1\nTrue\n", "")
 
 
-def test_where_the_path_is_set_anew_it_is_said(run: Run, folder: Path) -> None:
+def test_a_replaced_path_is_reported(run: Run, folder: Path) -> None:
     path = script(folder / "job.sh", f'#!/bin/sh\nPYTHONPATH="$1" exec "{sys.executable}" -c "{STATE}"\n')
     found = run(path, first(folder, ROOT))
     assert (found.returncode, found.stdout) == (0, "False\n")
@@ -298,16 +296,16 @@ NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
         ("", 2, "No command. For example:\n  te-graph-fixes run python train.py\n"),
         ("''", 2, "No command"),
         ("--chek ls", 2, "Unknown option --chek. See `te-graph-fixes run -h`.\n"),
-        ("--check=x ls", 2, "invalid TE_GRAPH_FIXES_CHECK: 'x'. Valid: on, off, N, N,layers=K, N,strict"),
+        ("--check=x ls", 2, "--check=x is invalid. Valid values: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "Cannot start 3: No such file or directory"),
         ("--print-env ls", 2, "--print-env takes no command"),
-        ("--check=x --print-env", 2, "invalid TE_GRAPH_FIXES_CHECK: 'x'"),
+        ("--check=x --print-env", 2, "--check=x is invalid."),
         ("no-such-command-anywhere", 127, "Cannot start no-such-command-anywhere: No such file or directory"),
         ("/etc", 126, "Cannot start /etc: Permission denied"),
         ("TE_GRAPH_FIXES=warmup-rest ls", 2, NEAR),
         ("TE_GRAPH_FIXES=warmup-rest --print-env", 2, NEAR),
-        ("TE_GRAPH_FIXES_CHECK=two --print-env", 2, "invalid TE_GRAPH_FIXES_CHECK: 'two'. Valid: "),
-        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "invalid TE_GRAPH_FIXES_CHECK: 'two'. Valid: "),
+        ("TE_GRAPH_FIXES_CHECK=two --print-env", 2, "TE_GRAPH_FIXES_CHECK=two is invalid."),
+        ("TE_GRAPH_FIXES_CHECK=two ls", 2, "TE_GRAPH_FIXES_CHECK=two is invalid."),
     ],
 )
 def test_what_cannot_be_started(run: Run, command: str, status: int, message: str) -> None:
@@ -321,14 +319,14 @@ def test_what_cannot_be_started(run: Run, command: str, status: int, message: st
     assert found.stdout == "exit 1\n" * ("--print-env" in words)  # so that `eval` ends the script
 
 
-def test_the_options_of_a_check_are_handed_on(run: Run, folder: Path) -> None:
+def test_the_options_of_a_check_reach_the_program(run: Run, folder: Path) -> None:
     code = "import os; print(os.environ['TE_GRAPH_FIXES_CHECK'])"
     for option, wanted in (("--check", "on"), ("--check=1,strict", "1,strict")):
         assert outcome(run(option, sys.executable, "-c", code)) == (0, f"{wanted}\n", "")
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:
-    """It runs until it imports TE. Then the import raises, also if it is repeated, unless the fixes are off."""
+    """A program runs until it imports TE. Every import of TE then raises, unless the fixes are off."""
     script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
     code = """
 print("works")
