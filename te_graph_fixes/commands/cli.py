@@ -118,7 +118,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _bake(options: argparse.Namespace) -> int:
-    """Write the fixes into TE's files, all or none. For image builds.
+    """Write the fixes into TE's files, all or none, for example while you build an image.
 
     exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing;
       --undo: see `te-graph-fixes status`); 2 no TE; 130 interrupted
@@ -241,11 +241,7 @@ def _issue(options: argparse.Namespace) -> int:
     packages = [f"{name} {_installed(name)}" for name in ("torch", "megatron-core", "wrapt")]
     print(f"Python {platform.python_version()}, {', '.join(packages)}, {platform.system()} {platform.machine()}\n")
     for fix_id, found in reading.assessments.items():
-        by_version = CATALOGUE[fix_id].expected(source.version)
-        verdict = Verdict.NOT_NEEDED if found.verdict == Verdict.NOT_APPLICABLE else found.verdict
-        print(
-            f"{fix_id}: {found.verdict}" + (f" (expected: {by_version})" if by_version not in (None, verdict) else "")
-        )
+        print(f"{fix_id}: {found.verdict}")
         if found.verdict == Verdict.UNRECOGNIZED:
             explanation = found.details or found.reason
             names = {source.location: TE, os.path.dirname(source.location): "DIR", str(sys.executable): "python"}

@@ -41,7 +41,7 @@ def tabs(indent: re.Match[str]) -> str:
     ],
     ids=["carriage returns", "form feed in a line", "form feeds on lines of their own", "tabs"],
 )
-def test_a_diff_fits_whatever_breaks_and_indents_the_lines(tmp_path: Path, cli: Cli, old: str, new: str) -> None:
+def test_a_diff_applies_to_other_line_breaks_and_indents(tmp_path: Path, cli: Cli, old: str, new: str) -> None:
     tree = altered(tmp_path, "2.12.0")
     graph = tree / "transformer_engine" / "pytorch" / "graph.py"
     graph.write_bytes(re.sub(old, new, graph.read_bytes().decode()).encode())
@@ -62,8 +62,8 @@ def listed(out: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in out.splitlines() if re.match("  [a-z]", line))
 
 
-def test_a_te_of_which_no_bug_can_be_fixed() -> None:
-    """The summary is one sentence, also if every bug has another reason."""
+def test_the_summary_if_no_bug_can_be_fixed() -> None:
+    """The summary is one sentence, even if each bug has its own reason."""
     verdicts = {fix: Assessment(Verdict.NOT_NEEDED, "corrected") for fix in CATALOGUE}
     verdicts |= {fix: Assessment(Verdict.UNRECOGNIZED, f"no {fix}") for fix in ("none-outputs", "warmup-reset")}
     summary = texts.summary_line(decide(Reading(Source("", "2.12.0"), verdicts), Settings()))
@@ -111,7 +111,7 @@ def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
 
 
 def test_an_explanation_is_for_users() -> None:
-    """It has no reStructuredText and no paths of a checkout, and contains the patch instead of a whole diff."""
+    """An explanation has no reStructuredText and no paths of a checkout. It contains the patch, not a diff."""
     for fix in CATALOGUE.values():
         text = "\n".join(texts.explain(fix))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
@@ -121,7 +121,7 @@ def test_an_explanation_is_for_users() -> None:
 
 
 def test_status_as_json(cli: Cli, tmp_path: Path) -> None:
-    """The source decides, not the version."""
+    """The verdicts come from the source, not from the version."""
     tree = altered(tmp_path, "2.15.0", says="2.17.0+vendor")
     status, out, _ = cli("status", "--json", "--source", tree)
     found = json.loads(out)
@@ -211,7 +211,7 @@ def test_output_that_cannot_be_written(command: str) -> None:
         assert (process.wait(), process.stderr.read()) == (141, "")
 
 
-def test_a_bad_setting_is_said_where_it_counts(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_an_error_of_commands_that_use_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "of")
     assert cli("list")[::2] == (0, "")
     status, out, err = cli("status")
@@ -259,7 +259,7 @@ def test_list_has_every_fix(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(("missing", "command"), [("wrapt", "run true"), ("packaging", "bake")])
-def test_a_command_without_a_dependency_says_so_in_one_line(missing: str, command: str, tmp_path: Path) -> None:
+def test_a_missing_dependency_is_one_line(missing: str, command: str, tmp_path: Path) -> None:
     block = f"import sys\nsys.modules[{missing!r}] = None\nsys.modules['{missing}.version'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(block)
     done = python("-m", "te_graph_fixes", *command.split(), path=tmp_path)
@@ -295,7 +295,7 @@ UNKNOWN = "unknown fix wormup-reset. Did you mean warmup-reset? Valid: the ids t
         ("diff --source 2.12.0", 0, "No changes. For the reasons, run `te-graph-fixes status --all --source "),
     ],
 )
-def test_what_is_said_in_place_of_output(
+def test_messages_instead_of_output(
     command: str, status: int, said: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if status == 0:
@@ -327,7 +327,7 @@ def test_the_usage_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("start", [["-m", "te_graph_fixes"], ["-mte_graph_fixes"], ["te-graph-fixes"]])
 def test_a_command_applies_no_fixes(start: list[str], tmp_path: Path) -> None:
-    """An error in the settings is therefore one line, and a command without settings works."""
+    """An invalid setting is therefore an error without a traceback, and commands that need no settings work."""
     if start == ["te-graph-fixes"]:
         start = [str(tmp_path / "te-graph-fixes")]
         Path(*start).write_text("import sys\nfrom te_graph_fixes.__main__ import main\nsys.exit(main())\n")
