@@ -7,6 +7,7 @@ reads all results. Waiting after each replay would hide races, which occur only 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import json
@@ -52,6 +53,7 @@ _numbers = itertools.count()  # the same on all ranks
 
 
 def print_line(text: str) -> None:
+    """Print a line that names the rank of this process."""
     number = torch.distributed.get_rank() if torch.distributed.is_initialized() else rank() or "0"
     print_stderr(f"te-graph-fixes check: rank {number}, {text}")
 
@@ -109,6 +111,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def leave_out(self, index: int, reference: Any) -> None:
+        """Count a callable that is not compared. Print the reason once for all modules of a class."""
         self.totals["left out"] += self.is_new(("left out", index))
         if self.is_new((reference.name, reference.refusal)):
             text = f"callable {index} ({reference.name}) is not compared, nor are others like it: {reference.refusal}"
@@ -145,7 +148,8 @@ class Check:
         if self._options.strict and self.totals["different"]:
             text = _summary([self.totals], [self._fixes])
             print_stderr(f"{text}; strict check of rank {self._job[1]}, ending with status {EXIT_MISMATCH}")
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                print(end="", flush=True)  # does nothing if stdout is closed
             os._exit(EXIT_MISMATCH)
 
     def _leave_out_changed(self) -> None:
@@ -182,7 +186,12 @@ class Check:
 
     @functools.cached_property
     def _fixes(self) -> tuple[str, str]:
-        return _fixes()
+        """The fixes of this process in words (``on``, ``off``, or ``30 of 34``), and the digest of its report."""
+        found = report()
+        active, number = len(found.active), len(found.active) + len(found.missing) + len(found.having(Status.DISABLED))
+        if found.mode == "off":
+            return "off", found.digest
+        return "on" if active == number else f"{active} of {number}", found.digest
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
@@ -207,9 +216,9 @@ class Check:
         return self
 
     def _report(self) -> None:
-        """Send the totals to rank 0, which reports them.
+        """Send the totals through the store to rank 0, which reports them.
 
-        A collective could hang, because ranks end at different times.
+        Ranks end at different times, so a collective could hang.
         """
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
@@ -228,15 +237,6 @@ class Check:
         except Exception as error:  # for example, the process that holds the store has ended
             text = _summary([self.totals], [self._fixes])
             print_stderr(f"{text}; there is no report for all ranks, this is rank {number}: {error}")
-
-
-def _fixes() -> tuple[str, str]:
-    """Return which fixes this process runs, and the digest of its report."""
-    found = report()
-    active, number = len(found.active), len(found.active) + len(found.missing) + len(found.having(Status.DISABLED))
-    if found.mode == "off":
-        return "off", found.digest
-    return "on" if active == number else f"{active} of {number}", found.digest
 
 
 def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
