@@ -171,7 +171,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``, a part of the check. If it raises, leave this callable out of the check."""
+        """Return the result of ``work``, a part of the check. If it raises, leave the callable out and return None."""
         reference = self._reference
         if self._check.finished:
             return None

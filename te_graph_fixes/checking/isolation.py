@@ -28,7 +28,7 @@ State = list[tuple[Callable[[Any], Any], Any]]
 
 
 class NotIsolatedError(Exception):
-    """The eager run would change something of the job. The message is the reason for not checking the module."""
+    """The eager run would change the job. The message is the reason why the module is not checked."""
 
 
 class IsolatedParameters:

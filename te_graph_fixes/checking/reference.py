@@ -84,7 +84,7 @@ class EagerReference:
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return ``is_first_microbatch`` of each submodule that has this attribute, as modules of Megatron-Core do."""
+        """Return the attribute ``is_first_microbatch`` of each submodule, which Megatron-Core sets; None without it."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -176,7 +176,7 @@ class EagerReference:
         return {f"amaxes of {name}": part.amax_history[0].clone() for name, part in parts.items()}
 
     def scaling(self, of: str = "scaling") -> Values:
-        """Return the delayed-scaling objects of all modules, by a readable name."""
+        """Return the delayed-scaling objects of all modules, by a readable name; {} without delayed scaling."""
         parts = {}
         for name, module in self.module.named_modules():
             for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
@@ -273,6 +273,7 @@ class EagerReference:
 
 
 def named_outputs(outputs: list[Any]) -> Values:
+    """Return the tensors among ``outputs`` by their positions, without autograd; {} if there is none."""
     return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
 
 
