@@ -23,7 +23,7 @@ from tests.verify.cases import CASES
 pytestmark = pytest.mark.te
 
 PATIENCE = 60
-"""Seconds that rank 0 waits for the others at its end."""
+"""The time in seconds that rank 0 waits for the other ranks when its process ends."""
 PROGRAM = "tests/support/check_training.py"
 PIPELINED = (1, 2, -2, 1, 2, -2, -1, -1)
 PLAIN = {**CASES["plain-grad"].options, "bias": True}
@@ -65,70 +65,42 @@ CORRECT: dict[str, dict[str, Any]] = {
     },
     "a module that is copied": {**PLAIN, "events": (*("step",) * 3, "continue_with_a_copy")},
 }
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "te.checkpoint in delayed scaling": {
-        **PLAIN,
-        "modules": ("layernorm_mlp",),
-        "recipe": "delayed",
-        "checkpoints": ("te",),
-    }
+CHECKPOINTED = json.dumps({**CORRECT["te.checkpoint"], "recipe": "delayed"})
+LEFT_OUT = {
+    "left out a buffer": "its eager run changed buffer count, which the check restored",
+    "left out a main grad in a closure": "its eager run changed main_grad of scale, which the check restored",
+    "left out a fused module in a list": "it uses a parameter of another module, which has a main_grad",
+    "left out an fp8 module in a list": "it runs a module that is not one of its submodules, with FP8 state of its own",
+    "left out a parameter added afterwards": "it has new parameters since its capture",
+    CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
 }
+"""The reason for which the check leaves out the module of each training."""
 
 
 def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in simulate(PROGRAM, *arguments, imported=(), **environment).splitlines()]
 
 
-def test_no_false_alarm() -> None:
-    """No module is left out without need, results are those without the check, and it ends after two steps."""
-    programs = {**CORRECT, **LEFT_OUT}
-    given, others = [*map(json.dumps, programs.values())], ("others",)
-    lines = trainings(*given, *others)
-    assert len(lines) > len(programs) + 10
-    for name, line in zip([*programs, *(line["name"] for line in lines[len(programs) :])], lines, strict=True):
-        assert line["same"], name
-        assert line["found"] == [], name
-        if name in LEFT_OUT or name == "a parameter added afterwards":
-            assert line["left out"] == 1, name
-        else:
-            assert line["tensors"] > 1, name
-            assert (line["ended"], line["steps"], "left out" in line) == (True, 2, False), (name, line)
-
-
-def test_the_eager_run_changes_nothing_however_a_module_holds_a_parameter() -> None:
-    """Hooks of parameters are counted, and add to ``main_grad``, like the hooks of Megatron's data parallelism."""
-    found = trainings("held by ")
-    assert len(found) == 3 * 5
-    for line in found:
-        assert line["same"], line
-        assert line["found"] == [], line
-        assert (line["ended"], line["steps"], line["refusals"]) == (True, 2, []), line
-        assert line["tensors"] > 30, line
-
-
-def test_the_eager_run_reverts_its_writes_to_tensors_of_the_job() -> None:
-    found = trainings("written ")
-    assert len(found) == 3 * 2
-    for line in found:
-        assert line["same"], line
-        assert line["found"] == [], line
-        assert (line["steps"], line["refusals"]) == (2, []), line
-        assert line["tensors"] > 30, line
-
-
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("a buffer", "its eager run changed buffer count, which the check restored"),
-        ("a main grad in a closure", "its eager run changed main_grad of scale, which the check restored"),
-        ("a fused module in a list", "it uses a parameter of another module, which has a main_grad"),
-        ("an fp8 module in a list", "it runs a module that is not one of its submodules, with FP8 state of its own"),
-    ],
+    ("chosen", "number"),
+    [([*map(json.dumps, CORRECT.values())], len(CORRECT)), (["others"], 10), (["held by "], 15), (["written "], 6)],
+    ids=["programs", "others", "held parameters", "written tensors"],
 )
-def test_the_check_leaves_out_and_names_what_it_cannot_isolate(name: str, reason: str) -> None:
-    (line,) = trainings(f"left out {name}")
-    assert line["same"], line
-    assert (line["found"], line["refusals"], line["left out"]) == ([], [reason], 1)
+def test_a_correct_training_is_equal_and_unchanged(chosen: list[str], number: int) -> None:
+    """The check leaves out no module without need, and ends after two steps."""
+    lines = trainings(*chosen)
+    assert len(lines) == number
+    for line in lines:
+        assert (line["same"], line["found"], line["refusals"]) == (True, [], []), line
+        assert (line["ended"], line["steps"]) == (True, 2), line
+        assert line["tensors"] > 1, line
+
+
+def test_the_check_names_the_modules_that_it_leaves_out() -> None:
+    lines = {line["name"]: line for line in trainings("left out ", CHECKPOINTED)}
+    assert {name: line["refusals"] for name, line in lines.items()} == {name: [LEFT_OUT[name]] for name in LEFT_OUT}
+    for line in lines.values():
+        assert (line["same"], line["found"], line["left out"]) == (True, [], 1), line
 
 
 DDP = """
@@ -168,7 +140,7 @@ def test_marks_of_weights_are_compared(cleared: bool) -> None:
     assert all(each.endswith("; likely cause: grad-added-mark") for each in found)
 
 
-DEFECTS = {
+BUGS = {
     "grouped-linear-skip-flag": "experts-fp8-delayed",
     "warmup-reset": "linear-bf16",
     "backward-dw-order": "two-chunks-wgrads-last",
@@ -177,21 +149,21 @@ DEFECTS = {
     "param-grad-lifetime": "plain-grad",
     "stale-fp8-weights": "other-module-first",
 }
-"""By a defect that a check can see, a case of `verify` which has it."""
+"""The case of `verify` for each bug that a check can find."""
 EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
-"""A replay overwrites a ``.grad`` that an earlier microbatch than the last has left in graph memory."""
+"""The options of a program in which a replay overwrites a ``.grad`` of an earlier microbatch in graph memory."""
 
 
-def test_each_defect_is_named() -> None:
+def test_each_bug_is_named() -> None:
     found = assess(Source.installed())
-    cases = [*DEFECTS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
+    cases = [*BUGS.items(), ("param-grad-lifetime", json.dumps(EARLIER_GRAD | {"order": (1, -1) * 3}))]
     needed = {case: fix for fix, case in cases if found[fix].verdict == "applicable"}
     for fix, line in zip(needed.values(), trainings("--without", "all", *needed), strict=True):
         assert fix in line["hints"], (fix, line)
         assert line["same"], fix
 
 
-def test_what_defects_look_like_is_in_the_words_of_the_check() -> None:
+def test_the_hints_of_fixes_are_words_of_the_check() -> None:
     said = set()
     for path in (ROOT / "te_graph_fixes" / "checking").glob("*.py"):
         nodes = [*ast.walk(ast.parse(path.read_text()))]
@@ -241,7 +213,7 @@ def loop(
     check: str = "2",
     fixes: str = "on",
 ) -> subprocess.CompletedProcess[str]:
-    """Train four layers, with lines of a program at some places."""
+    """Run a program that trains four layers. The arguments are lines for places in `LOOP`, and settings."""
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
@@ -284,7 +256,7 @@ def test_the_last_line_names_the_fixes(fixes: str, said: str) -> None:
     assert re.match(f"fixes {said}: 2 steps, 4 callables, ", lines(loop(first="import sys\n", fixes=fixes))[-1])
 
 
-def test_ranks_with_other_fixes_are_an_error() -> None:
+def test_ranks_with_different_fixes_are_an_error() -> None:
     from te_graph_fixes.checking.findings import _summary
 
     totals = [Counter(steps=2, callables=8, tensors=100)] * 3
@@ -306,7 +278,7 @@ def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
     assert re.fullmatch(EQUAL, lines(done)[-1]), done.stderr
 
 
-def test_parameters_that_differ_alike_share_a_line() -> None:
+def test_parameters_with_the_same_kind_of_mismatch_share_a_line() -> None:
     broken = BROKEN.replace("forward(x)", "forward(x.roll(1, -1))").replace("out.detach().mul_(2)", "")
     broken += "layers = torch.nn.ModuleList([te.LayerNormMLP(32, 64, **options)])\n"
     found = [line for line in lines(loop(broken)) if ", backward: .grad of " in line]
@@ -380,7 +352,7 @@ def capture(*args):
     return made
 te.make_graphed_callables = capture
 """
-"""Lines for `LOOP` after which its layers run another code in a capture, as Megatron-Core's do."""
+"""Lines for `LOOP` that make its layers run other code in a capture, as layers of Megatron-Core do."""
 
 
 @pytest.mark.parametrize(
@@ -413,7 +385,7 @@ def make_broken(callables, *args, **kwargs):
     return made
 graph._make_graphed_callables = make_broken
 """
-"""Lines for `LOOP` after which a graph doubles its outputs: a defect that is not in the catalogue."""
+"""Lines for `LOOP` that make a graph double its outputs, a bug that no fix removes."""
 
 
 @pytest.mark.parametrize(
@@ -426,9 +398,15 @@ graph._make_graphed_callables = make_broken
             "forward: output 0 differs from the eager run (relative error 1)",
             "ending with status 86",
         ),
+        (
+            {"before": BROKEN, "check": "2,strict", "first": "import sys; sys.stdout = None\n"},
+            EXIT_MISMATCH,
+            "forward: output 0 differs from the eager run (relative error 1)",
+            "ending with status 86",
+        ),
         ({"in_step": "if step == 2: raise SystemError", "check": "3"}, 1, "", "^fixes on: 2 steps, 4 callables, "),
     ],
-    ids=["a defect", "a strict check", "an error"],
+    ids=["a bug", "a strict check", "a strict check without stdout", "an error"],
 )
 def test_how_a_job_ends(job: dict[str, str], status: int, line: str, last: str) -> None:
     done = loop(**job)
@@ -439,7 +417,7 @@ def test_how_a_job_ends(job: dict[str, str], status: int, line: str, last: str) 
 
 
 @pytest.mark.parametrize("eager", [(1 + 1 / 64, 1 + 2 / 64), (1e-6, 3e-6)], ids=["noise", "anything"])
-def test_what_eager_does_not_reproduce_is_named(eager: tuple[float, float]) -> None:
+def test_tensors_that_eager_runs_do_not_reproduce_are_named(eager: tuple[float, float]) -> None:
     before = f"""
 import itertools
 factors = itertools.cycle({eager})
@@ -472,12 +450,12 @@ def test_options(text: str, wanted: Options | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["two", "-1", "2;layers=3", "layers", "0,strict", "chunks=2"])
-def test_options_that_are_not_understood(text: str) -> None:
+def test_invalid_options(text: str) -> None:
     with pytest.raises(ValueError, match=r"(?i)check"):
         Options.parse(text)
 
 
-def test_nothing_is_imported_where_it_is_off() -> None:
+def test_without_a_check_nothing_is_imported() -> None:
     heavy = "te_graph_fixes.checking.", "torch"
     code = f"import sys, te_graph_fixes; print([name for name in sys.modules if name.startswith({heavy})])"
     assert python("-c", code).stdout == "[]\n"
@@ -578,7 +556,7 @@ time.sleep(100)
 
 
 @pytest.mark.full
-def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_failed_rank_does_not_wait(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(FAILING)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]

@@ -1,10 +1,10 @@
-"""Trainings under ``te_graph_fixes.check``, in a child on the simulator: one JSON line for each.
+"""Run trainings under ``te_graph_fixes.check`` on the simulator, and print one line of JSON for each.
 
     python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] TRAINING ...
 
 A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``: the functions below,
-which do what the driver does not. A line says whether the training was the same, bit for bit, as without the check,
-what the check found, how many tensors it compared, and whether it ended by itself.
+which train in ways that `Program` cannot describe. Each line contains whether the training is bit-identical to the
+training without the check, the mismatches, the number of compared tensors, and whether the check ended by itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rand(*shape: int, grad: bool = True) -> Any:
 
 
 class Module(torch.nn.Module):
-    """Two layers with a forward that the caller passes."""
+    """Two layers, and a forward that the caller passes."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def a_module_that_keeps_things() -> Iterator[Any]:
 
 
 @other
-def a_parameter_added_afterwards() -> Iterator[Any]:
+def left_out_a_parameter_added_afterwards() -> Iterator[Any]:
     module = Module(lambda module, x: module.b(module.a(x)))
     graphed = te.make_graphed_callables(module, (rand(),))
     module.b.extra = torch.nn.Parameter(rand().detach())
@@ -345,11 +345,11 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
 
 HELD = (a_closure, a_view, a_copy_in_another_type, another_submodule, a_module_in_a_list)
-"""Ways to hold a parameter."""
+"""Functions that return a forward. Each forward holds a parameter of its module in another way."""
 WRITTEN = (a_global_sum, a_sum_in_the_backward)
-"""Modules that write to tensors of the job."""
+"""Functions that return a forward or a hook which writes to tensors of the job."""
 LEFT_OUT = (a_buffer, a_main_grad_in_a_closure, a_fused_module_in_a_list, an_fp8_module_in_a_list)
-"""Modules that the check cannot isolate, or that the check changes and restores."""
+"""Functions that return a forward which the check cannot isolate, or whose changes the check restores."""
 CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
     "": None,
     " in a checkpoint of TE": te.checkpoint,
@@ -358,7 +358,7 @@ CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
 
 
 def train_scaled(hold: Callable[[Any], Any], checkpoint: Callable[..., Any] | None) -> Iterator[Any]:
-    """Train as with Megatron's data parallelism: hooks add each ``.grad`` to ``main_grad``; all hooks are counted."""
+    """Train with hooks that add each ``.grad`` to ``main_grad``, as Megatron does. The calls of hooks are counted."""
     SUMS.clear()
     module, calls = Scaled(hold, checkpoint), collections.Counter[str]()
     graphed: list[bool] = []
