@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from ..activation import require_wrapt
 from ..patching import PACKAGE
 from ..settings import CHECK, is_off
 from ..text import print_stderr
@@ -55,15 +56,19 @@ class Options:
 def environment_options() -> Options | None:
     """Return the options in the variable `CHECK`; None for no check.
 
-    Raise ValueError if the variable is invalid. If all fixes are turned off, print the error instead, and return None.
+    Raise ValueError if the variable is invalid, and ImportError if a check is not possible without wrapt. If all fixes
+    are turned off, print the error instead, and return None.
     """
     try:
-        return Options.parse(os.environ.get(CHECK, ""))
-    except ValueError as error:
+        options = Options.parse(os.environ.get(CHECK, ""))
+        if options:
+            require_wrapt()
+    except (ValueError, ImportError) as error:
         if not is_off():
             raise
         print_stderr(f"te-graph-fixes: {error}")
         return None
+    return options
 
 
 def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) -> None:
@@ -72,15 +77,19 @@ def check(steps: int = Options.steps, *, layers: int = 0, strict: bool = False) 
     The check does not change the training. docs/check.md describes its coverage and cost.
 
     The check ends after ``steps`` steps. With ``layers=K``, it compares K modules at a time, each group in ``steps``
-    steps. This needs less memory. With
-    ``strict``, the process exits with status 86 after the first step with a mismatch. Raise ValueError for invalid
-    numbers.
+    steps. This needs less memory. With ``strict``, the process exits with status 86 after the first step with a
+    mismatch. Raise ValueError for invalid numbers.
     """
     options = Options(steps, layers, strict)
     from wrapt import when_imported
 
     @when_imported(PACKAGE)
     def start(_: object) -> None:
-        from .callables import start
-
-        start(options)
+        try:
+            from .callables import start
+        except ImportError as error:
+            if not is_off():
+                raise
+            print_stderr(f"te-graph-fixes check: This TransformerEngine cannot be checked: {error}")
+        else:
+            start(options)

@@ -287,6 +287,18 @@ def test_print_env_of_a_check(run: Run, folder: Path) -> None:
     assert (set_by_it["TE_GRAPH_FIXES_CHECK"], set_by_it["TE_GRAPH_FIXES"]) == ("3", "off")
 
 
+def test_a_check_that_cannot_start_stops_no_job_without_fixes(run: Run) -> None:
+    """The check needs wrapt, and modules of TE that the stand-in lacks."""
+    without_wrapt = f"import sys; sys.modules['wrapt'] = None; {STATE}"
+    for code, reason in (
+        (STATE, "check: This TransformerEngine cannot be"),
+        (without_wrapt, " te_graph_fixes needs wrapt"),
+    ):
+        done = run("--check", sys.executable, "-c", code, TE_GRAPH_FIXES="off")
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+        assert reason in done.stderr
+
+
 NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
 
 
