@@ -230,30 +230,6 @@ def test_an_option_is_a_row(runs: ModuleType, others: list[tuple[str, int]], cel
     assert row == f"| multi-token | `--mtp-num-layers 1` | `attn moe` | tensorwise | 2.12.0, 0.16.2 | {cells} |"
 
 
-def test_options_for_four_gpus_run_only_on_four(
-    example: ModuleType, runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    options = importlib.import_module("megatron_options")
-    (tmp_path / "pretrain_hybrid.py").touch()
-    commands: dict[str, list[str]] = {}
-
-    def remember(jobs: list[tuple[ModuleType, str]], *_: object) -> dict[tuple[str, str], object]:
-        commands.update({training.name: training.command(setting) for training, setting in jobs})
-        return {}
-
-    monkeypatch.setattr(options, "run_all", remember)
-    out = tmp_path / "out"
-    out.mkdir()
-    for gpus in "2", "4":
-        monkeypatch.setattr(sys, "argv", ["options", str(tmp_path), "--gpus", gpus, "--out", str(out)])
-        options.main()
-        assert ("four-experts" in commands) == (gpus == "4")
-    assert "--nproc-per-node 4" in " ".join(commands["four-experts"])
-    assert "--nproc-per-node 2" in " ".join(commands["experts"])
-    found = recorded(runs, OFF, OFF, OFF)
-    assert "`--expert-model-parallel-size 4`, 4 ranks |" in options.table([{"four-experts": found}])
-
-
 def test_an_option_that_fails_without_graphs_is_not_compared(runs: ModuleType) -> None:
     options = importlib.import_module("megatron_options")
     found = recorded(runs, (CRASH, 1), (CRASH, 1), (CRASH, 1))
