@@ -15,7 +15,7 @@ import sys
 
 PACKAGE = "transformer_engine.pytorch"  # this module cannot import it from te_graph_fixes
 FILTER = "ignore::te_graph_fixes_run.Started"
-OFF = ("0", "false", "no", "off")  # these values of TE_GRAPH_FIXES turn all fixes off
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")  # the values of variables that mean yes and no
 
 
 class Started(Warning):
@@ -53,7 +53,14 @@ class Activator:
 
 
 def print_off_line() -> None:
-    """Print the status line of a process that turns the fixes off and lacks the package. Ignore errors."""
+    """Print the status line of a process that turns the fixes off and lacks the package. Ignore errors.
+
+    As in the package, only the first rank of a host prints the line, unless TE_GRAPH_FIXES_VERBOSE is set.
+    """
+    verbose = os.environ.get("TE_GRAPH_FIXES_VERBOSE", "").strip().lower()
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if verbose in OFF or (local_rank != "0" and verbose not in ON):
+        return
     values = os.uname()[1], os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "-"
     line = "te-graph-fixes: host=%s rank=%s te=unknown package=none mode=off applied=0 missing=0 digest=00000000\n"
     try:
