@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from ..checking import Options
 from ..launcher.te_graph_fixes_run import FILTER
 from ..patching import TE
-from ..settings import CHECK, STRICT, SWITCH, Settings, is_off, unknown_variables
+from ..settings import CHECK, STRICT, VARIABLES, Settings, is_off, unknown_variables
 from ..text import print_stderr
 from . import NOT_USABLE
 from .reach import unreached
@@ -97,10 +97,10 @@ def _check_value(option: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables of the program that concern Python's start, strict mode, fixes and the check.
+    """Return the variables that activate the fixes in every Python process, and the settings of this process.
 
     PYTHONPATH begins with our folder, and PYTHONWARNINGS ends with our filter. A relative path to this package becomes
-    absolute, because a child may change its working directory.
+    absolute, because a child may change its working directory. Strict mode is on unless the user has turned it off.
     """
     inherited = os.environ.get("PYTHONPATH")
     entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
@@ -109,8 +109,8 @@ def variables() -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join([LAUNCHER, *entries]),
         "PYTHONWARNINGS": ",".join([*filters, FILTER]),
-        STRICT: os.environ.get(STRICT) or "1",
-        **{name: os.environ[name] for name in (SWITCH, CHECK) if os.environ.get(name)},
+        STRICT: "1",
+        **{name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
     }
 
 

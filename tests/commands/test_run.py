@@ -275,9 +275,9 @@ def test_print_env(run: Run, folder: Path) -> None:
     done = run("--print-env", path=path)
     assert done.returncode == 0
     set_by_it = variables(done.stdout)
-    assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_STRICT"}
+    assert set(set_by_it) == {"PYTHONPATH", "PYTHONWARNINGS", "TE_GRAPH_FIXES_STRICT", *QUIET}
     assert set_by_it.pop("PYTHONPATH").startswith(f"{LAUNCHER}:{path}:{ROOT}")
-    active = python("-c", STATE, path=f"{LAUNCHER}:{path}", **{**QUIET, **set_by_it})
+    active = python("-c", STATE, path=f"{LAUNCHER}:{path}", **set_by_it)
     assert outcome(active) == (0, "True\n", "")
 
 
@@ -359,6 +359,9 @@ for _ in range(2):
     assert (done.returncode, done.stdout) == (0, "works\n")
     line = r"te-graph-fixes: host=\S+ rank=- te=unknown package=none mode=off applied=0 missing=0 digest=0{8}\n"
     assert re.fullmatch(line, done.stderr)
+    for quiet in ({"LOCAL_RANK": "1"}, {"TE_GRAPH_FIXES_VERBOSE": "0"}):
+        done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder, TE_GRAPH_FIXES="off", **quiet)
+        assert outcome(done) == (0, "works\n", "")
 
 
 def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:

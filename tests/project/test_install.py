@@ -13,7 +13,7 @@ import pytest
 from te_graph_fixes.commands.cli import COMMANDS
 from te_graph_fixes.commands.run import variables
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.settings import CHECK, DISABLE, SWITCH
+from te_graph_fixes.settings import CHECK, DISABLE, SWITCH, VARIABLES
 from tests.support.child import ROOT, python
 from tests.support.published import needed, source
 
@@ -104,4 +104,4 @@ def test_a_slurm_script(script: str, tmp_path: Path) -> None:
 def test_lists_of_variables_are_complete(option: str) -> None:
     """They name every variable that `run` sets."""
     lists = re.findall(rf"{option}=([A-Z_,]+)", (DOCS / "launchers.md").read_text())
-    assert {*variables(), SWITCH, CHECK} <= {*max(lists, key=len).split(",")}
+    assert {*variables(), *VARIABLES} <= {*max(lists, key=len).split(",")}
