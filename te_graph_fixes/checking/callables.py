@@ -40,13 +40,14 @@ def make_checked_graphed_callables(*args: Any, **kwargs: Any) -> Any:
     check, capture = current[0], partial(make, *args, **kwargs)
     if check.finished:
         if check.is_new("late"):
-            print_line("graphs that are captured from here on are not compared: the checked steps are over")
+            print_line("graphs captured from now on are not compared, because the checked steps are over")
         return capture()
     try:
         given = inspect.signature(make).bind(*args, **kwargs).arguments
         references = _references(given)
     except Exception as error:
-        print_line(f"the graphs of this capture are not compared: its arguments raised {type(error).__name__}: {error}")
+        reason = f"the check cannot read its arguments ({type(error).__name__}: {error})"
+        print_line(f"the graphs of this capture are not compared, because {reason}")
         return capture()
     made = capture()
     check.references += dict.fromkeys(references)

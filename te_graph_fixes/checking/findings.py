@@ -236,7 +236,8 @@ class Check:
                 print_stderr(_summary([Counter(totals) for totals, _ in ranks], [tuple(fixes) for _, fixes in ranks]))
         except Exception as error:  # for example, the process that holds the store has ended
             text = _summary([self.totals], [self._fixes])
-            print_stderr(f"{text}; there is no report for all ranks, this is rank {number}: {error}")
+            reason = f"because the ranks could not exchange their counts: {error}"
+            print_stderr(f"{text}; this counts only rank {number}, {reason}")
 
 
 def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:

@@ -98,7 +98,7 @@ class EagerReference:
         if any(hasattr(x, "__fsdp_param__") or getattr(x, "is_distributed_weight", False) for x in parameters):
             return "its parameters accumulate gradients themselves (Megatron-FSDP, distributed weights)"
         if any(parameter is not self.parameters.get(name) for name, parameter in self.module.named_parameters()):
-            return "it has new parameters since its capture"
+            return "parameters were added to it after its capture"
         if self.is_of_megatron and not _megatron_flags():
             return f"an eager run may differ from the capture: Megatron-Core has {FLAG} in none of {', '.join(CLIENTS)}"
         if self.scaling() and in_fp8_activation_recompute_phase():

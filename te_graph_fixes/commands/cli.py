@@ -183,7 +183,9 @@ def _bake_in_place(source: Source, where: str) -> str:
     try:
         bake.write_in_place(source, files)
         if not where and not problem_before and (problem := _import_problem()):
-            raise BakeError(f"Nothing was changed, because TransformerEngine cannot be imported baked: {problem}")
+            raise BakeError(
+                f"Nothing was changed, because TransformerEngine cannot be imported with the fixes: {problem}"
+            )
     except BaseException:
         bake.undo(source)
         raise
@@ -213,7 +215,7 @@ def _overlay(decision: Decision, folder: Path) -> None:
     root, files = Path(decision.source.location).parent, bake.baked_files(decision)
     bake.write_files(folder, root, files)
     _print_result("\n".join(f"{folder}/{path} {root}/{path}" for path in files))
-    _note(f"Overlay with {len(decision.to_apply)} fixes written. Mount each file, read-only, at the second path.")
+    _note(f"Wrote {len(decision.to_apply)} fixes. Mount each file, read-only, at the second path of its line.")
 
 
 def _require_complete(decision: Decision) -> None:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         if not command or not command[0]:
-            raise ValueError("No command. For example:\n  te-graph-fixes run python train.py")
+            raise ValueError("There is no command. For example:\n  te-graph-fixes run python train.py")
     except ValueError as error:
         _note(error)
         return NOT_USABLE

@@ -71,7 +71,7 @@ LEFT_OUT = {
     "left out a main grad in a closure": "its eager run changed main_grad of scale, which the check restored",
     "left out a fused module in a list": "it uses a parameter of another module, which has a main_grad",
     "left out an fp8 module in a list": "it runs a module that is not one of its submodules, with FP8 state of its own",
-    "left out a parameter added afterwards": "it has new parameters since its capture",
+    "left out a parameter added afterwards": "parameters were added to it after its capture",
     CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
 }
 """The reason for which the check leaves out the module of each training."""
@@ -241,7 +241,7 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
         ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables was replayed"),
         (
             {"after": AGAIN},
-            "rank 0, graphs that are captured from here on are not compared: the checked steps are over",
+            "rank 0, graphs captured from now on are not compared, because the checked steps are over",
         ),
     ],
     ids=["all", "layers", "one step", "an early end", "TE first", "no graphs", "late graphs"],
@@ -564,4 +564,7 @@ def test_a_failed_rank_does_not_wait(tmp_path: Path) -> None:
     done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
     assert time.monotonic() - start < PATIENCE - 10
     assert "SystemError" in done.stderr
-    assert re.search(r"1 step, 1 callable, .*; there is no report for all ranks, this is rank 0: ", done.stderr)
+    assert re.search(
+        "1 step, 1 callable, .*; this counts only rank 0, because the ranks could not exchange ",
+        done.stderr,
+    )

@@ -305,8 +305,8 @@ NEAR = "unknown fix warmup-rest. Did you mean warmup-reset"
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        ("", 2, "No command. For example:\n  te-graph-fixes run python train.py\n"),
-        ("''", 2, "No command"),
+        ("", 2, "There is no command. For example:\n  te-graph-fixes run python train.py\n"),
+        ("''", 2, "There is no command."),
         ("--chek ls", 2, "Unknown option --chek. See `te-graph-fixes run -h`.\n"),
         ("--check=x ls", 2, "--check=x is invalid. Valid values: on, off, N, N,layers=K, N,strict"),
         ("--check 3 ls", 127, "Cannot start 3: No such file or directory"),
