@@ -27,24 +27,10 @@ from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
 
 
-def tabs(indent: re.Match[str]) -> str:
-    return "\t" * (len(indent[0]) // 4) + " " * (len(indent[0]) % 4)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("\n", "\r\n"),
-        ("    if is_training:\n", "    if is_training:  # form\x0cfeed\n"),
-        ("\n", "\n\x0c\n"),
-        ("(?m)^ +", tabs),
-    ],
-    ids=["carriage returns", "form feed in a line", "form feeds on lines of their own", "tabs"],
-)
-def test_a_diff_applies_to_other_line_breaks_and_indents(tmp_path: Path, cli: Cli, old: str, new: str) -> None:
+def test_a_diff_applies_to_a_file_with_carriage_returns(tmp_path: Path, cli: Cli) -> None:
     tree = altered(tmp_path, "2.12.0")
     graph = tree / "transformer_engine" / "pytorch" / "graph.py"
-    graph.write_bytes(re.sub(old, new, graph.read_bytes().decode()).encode())
+    graph.write_bytes(graph.read_bytes().replace(b"\n", b"\r\n"))
     status, out, _ = cli("diff", "--source", tree)
     texts = baked_files(decide(read(Source.at(tree)), Settings()))
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
@@ -52,8 +38,7 @@ def test_a_diff_applies_to_other_line_breaks_and_indents(tmp_path: Path, cli: Cl
         0,
         {path: after for path, (_, after) in texts.items()},
     )
-    compile(graph.read_bytes(), "graph.py", "exec")
-    assert (graph.read_bytes().count(b"\r\n") == graph.read_bytes().count(b"\n")) == (new == "\r\n")
+    assert graph.read_bytes().count(b"\r\n") == graph.read_bytes().count(b"\n")
     assert read_manifest(Source.at(tree))
 
 

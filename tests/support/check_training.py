@@ -91,22 +91,12 @@ def arguments_and_outputs_of_every_kind() -> Iterator[Any]:
         yield out, x.grad, shift.grad, update(module)
 
 
-def infer(mode: Any) -> Iterator[Any]:
-    """Create, capture and replay a module without gradients."""
-    with mode:
+@other
+def parameters_without_versions() -> Iterator[Any]:
+    with torch.inference_mode():
         graphed = te.make_graphed_callables(te.Linear(32, 32, **OPTIONS).eval(), (rand(grad=False),))
         for _ in range(4):
             yield graphed(rand(grad=False))
-
-
-@other
-def inference() -> Iterator[Any]:
-    return infer(torch.no_grad())
-
-
-@other
-def parameters_without_versions() -> Iterator[Any]:
-    return infer(torch.inference_mode())
 
 
 @other
@@ -154,20 +144,6 @@ def parameters_changed_by_their_data() -> Iterator[Any]:
         for parameter in module.parameters():
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
-
-
-@other
-def gradients_kept_and_clipped() -> Iterator[Any]:
-    module = te.Linear(32, 32, **OPTIONS)
-    graphed = te.make_graphed_callables(module, (rand(),))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(4):
-        for _ in range(3):
-            graphed(rand()).sum().backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        yield module.weight.grad, module.bias.grad
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
 
 
 @other
