@@ -180,6 +180,7 @@ class _Activation:
             try:
                 self._install(settings)
             except Exception as error:  # this package's bugs must not break the import of TE
+                self._uninstall()
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             report = self._report_if_off() if settings.off else self.report()
             decision, problems = self._decision, ""
@@ -224,8 +225,8 @@ class _Activation:
         self._decision = decide(read(source), settings)
         self._decision, installation = compose(self._decision)
         self._decision.source.forget_modules()
-        installation.install()
         self._installation = installation
+        installation.install()
 
     def _uninstall(self) -> None:
         if self._installation:
