@@ -56,10 +56,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     if not files:
         return {}
     files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}
-    digests = {
-        path: ((file_digest(root / path) or digest(before.encode())) if before else None, digest(after.encode()))
-        for path, (before, after) in files.items()
-    }
+    digests = {path: (file_digest(root / path), digest(after.encode())) for path, (_, after) in files.items()}
     statuses = {fix_id: str(fix.status) for fix_id, fix in decision.fixes.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     code = changed_code(source, decision.to_apply)
@@ -75,16 +72,16 @@ def module_path(source: Source, module: str) -> str:
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Lock the TE in a folder for this process. Wait up to a minute for another process, and name it with ``note``."""
-    folder, holder = os.open(location, os.O_RDONLY), ""
+    folder = os.open(location, os.O_RDONLY)
     try:
-        for _ in range(600):
+        for second in range(60):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if not holder:
-                holder = _lock_holder(folder)
+            holder = _lock_holder(folder)
+            if second == 0:
                 note(f"Waiting for {holder}, which has locked {location}.")
-            time.sleep(0.1)
+            time.sleep(1)
         else:
             raise BakeError(f"Nothing was changed, because {holder} still has {location} locked. Try again later.")
         yield
