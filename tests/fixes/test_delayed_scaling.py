@@ -1,10 +1,10 @@
-"""Programs of delayed scaling on the simulator: eager training, own autocasts, checkpoints, and other threads."""
+"""Programs of delayed scaling on the simulator: eager training, recomputation, first modules, and other threads."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.child import START, on_simulator, run_program
+from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
@@ -70,75 +70,6 @@ restore_fp8_tensors([fresh], saved)
 print([s.tolist() for s in scales(operations) + scales(fresh)], entries())
 """
 
-TEACHER = """
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.teacher, self.student, self.third = linear(), linear(), linear()
-
-    def own(self, x):
-        with autocast():
-            return self.teacher(x)
-
-    def forward(self, x):
-        {forward}
-        return self.student(x) + y
-
-compare(train, Layer, {options})
-"""
-
-TEACHERS = {
-    "autocast inside no_grad": "with torch.no_grad(): y = self.own(x)",
-    "no_grad inside autocast": "with autocast(), torch.no_grad(): y = self.teacher(x)",
-    "trained": "y = self.own(x)",
-    "trained with another recipe after it": """y = self.own(x)
-        with autocast(Float8CurrentScaling()):
-            x = self.third(x)""",
-}
-
-NESTED = """
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def inner(self, x):
-        return self.second(te.checkpoint(self.first, x))
-
-    def forward(self, x):
-        return x + te.checkpoint(self.inner, x)
-
-compare(train, Layer, enabled=True, recipe=DELAYED)
-"""
-
-UNUSED = """
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = te.LayerNormMLP(32, 32, checkpoint=True, **OPTIONS), linear()
-
-    def forward(self, x):
-        te.checkpoint(self.second, x)
-        return x + te.checkpoint(self.first, x)
-
-compare(train, Layer, enabled=True, recipe=DELAYED, allow_unused_input=True)
-"""
-
-TWICE = """
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x):
-        for _ in range(2):
-            with autocast():
-                x = self.inner(x)
-        return x
-
-compare(train, Layer, {options})
-"""
-
 REUSED = """
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -161,52 +92,6 @@ def train_with_checkpoints():
 
 eager = [found[-4:] for found in zip(*[iter(train(False, Layer, steps=3))] * 8)]
 print([all(map(torch.equal, *pair)) for pair in zip(eager, train_with_checkpoints(), strict=True)])
-"""
-
-NESTED_AUTOCASTS = """
-def nested(self, x):
-    with autocast():
-        for _ in range(2):
-            with autocast():
-                x = self.inner(x)
-        return x
-
-def nested_and_outer(self, x):
-    with autocast():
-        with autocast():
-            x = self.inner(x)
-        return self.inner(x)
-
-def evaluated_after_it(self, x):
-    with autocast():
-        y = self.inner(x)
-    with torch.no_grad(), autocast():
-        z = self.inner(x)
-    return y + z
-
-def frozen(self, x):
-    with autocast():
-        y = self.frozen(x.detach())
-    with autocast():
-        return self.inner(x) + self.frozen(y)
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.frozen = linear(), linear().requires_grad_(False)
-
-outside, inside = {"replay": torch.enable_grad}, {"enabled": True, "recipe": DELAYED}
-for forward, options in (
-    (nested, outside), (nested, inside), (nested_and_outer, outside), (nested_and_outer, inside),
-    (evaluated_after_it, inside), (frozen, inside),
-):
-    Layer.forward = forward
-    try:
-        compare(train, Layer, **options)
-        print("equal")
-    except RuntimeError as error:
-        print("each time in an autocast of its own" in str(error))
-    Manager.reset()
 """
 
 THREAD = """
@@ -318,44 +203,13 @@ FIRST_MODULE_CASES = [
 ]
 
 
-def refusal(program: str) -> str:
-    done = on_simulator("-c", START + SETUP + program, TE_GRAPH_FIXES="on")
-    assert done.returncode == 1, done.stdout
-    return done.stderr.splitlines()[-1]
-
-
 def test_eager_training_is_that_of_te() -> None:
     assert run_program(SETUP + EAGER, TE_GRAPH_FIXES="on") == run_program(SETUP + EAGER, TE_GRAPH_FIXES="off")
-
-
-@pytest.mark.parametrize("options", ["replay=torch.enable_grad", "enabled=True, recipe=DELAYED"])
-@pytest.mark.parametrize("forward", TEACHERS)
-def test_own_autocasts_end_as_in_eager_training(forward: str, options: str) -> None:
-    run_program(SETUP + TEACHER.format(forward=TEACHERS[forward], options=options))
-
-
-def test_a_checkpoint_in_a_checkpoint_is_refused() -> None:
-    assert "has a checkpoint inside a te.checkpoint" in refusal(NESTED)
-
-
-def test_checkpoints_that_take_their_own_copies_are_captured() -> None:
-    run_program(SETUP + UNUSED)
 
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
     """The scales are those of training without checkpoints. An eager recomputation rounds gradients differently."""
     assert run_program(SETUP + REUSED).splitlines()[-1] == "[True, True, True]"
-
-
-def test_a_module_in_two_autocasts_of_its_own() -> None:
-    assert "each time in an autocast of its own" in refusal(TWICE.format(options="replay=torch.enable_grad"))
-    assert "each time in an autocast of its own" in refusal(TWICE.format(options="enabled=True, recipe=DELAYED"))
-
-
-def test_a_module_in_two_autocasts_inside_another() -> None:
-    """Only the first module of an outer autocast that needs a backward updates the scales of backwards."""
-    found = run_program(SETUP + NESTED_AUTOCASTS, TE_GRAPH_FIXES="on").splitlines()
-    assert found[-6:] == ["True"] * 4 + ["equal"] * 2
 
 
 @pytest.mark.parametrize("fixes", ["on", "backward-amax-reduction"])

@@ -38,61 +38,6 @@ def test_the_error_of_the_capture_is_raised_if_the_cleanup_fails_too(changed: st
     assert run_program(FAILS.replace("CHANGED", changed)) == "GraphError True True\n"
 
 
-OWN_AUTOCAST = """
-RECIPE = DelayedScaling(amax_history_len=4)
-
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x):
-        with te.autocast(enabled=True, recipe=RECIPE):
-            y = self.inner(x)
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError("cannot be captured")
-        return y
-
-def train(fails, keeps):
-    torch.manual_seed(1)
-    layer, other, kept = Layer(), linear(), []
-
-    def step():
-        x = random()
-        with te.autocast(enabled=True, recipe=RECIPE):
-            y = te.checkpoint(other, x)
-            gc.collect()
-        y = layer(y)
-        y.float().pow(2).mean().backward()
-        states = [m.fp8_meta[key] for m in (layer.inner, other) for key in ("scaling_fwd", "scaling_bwd")]
-        yield from (y, x.grad, layer.inner.weight.grad, other.weight.grad)
-        yield from (tensor for state in states for tensor in (state.scale, state.amax_history))
-        layer.zero_grad()
-        other.zero_grad()
-
-    torch.manual_seed(2)
-    yield from step()
-    state = torch.get_rng_state()
-    for _ in range(4 if fails else 0):
-        try:
-            te.make_graphed_callables(layer, (random(),))
-        except ValueError as error:
-            if keeps:
-                kept.append(error)
-    torch.set_rng_state(state)
-    for _ in range(3):
-        yield from step()
-
-for keeps in (False, True):
-    compare(train, keeps)
-"""
-
-
-def test_a_failed_capture_restores_the_scales_and_copies_of_all_modules() -> None:
-    """Modules in an autocast of their own are not in TE's list, and the caller may keep the error."""
-    run_program(OWN_AUTOCAST)
-
-
 FIRST_FLAG = """
 class Fails(torch.nn.Linear):
     def forward(self, x):

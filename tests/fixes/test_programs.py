@@ -59,7 +59,7 @@ def test_orders_give_what_eager_gives(module: str) -> None:
     assert [case for case, line in measured(*cases).items() if line["error"]] == []
 
 
-@pytest.mark.parametrize("module", ["replays", "reports"])
+@pytest.mark.parametrize("module", ["recipes", "replays", "reports"])
 def test_programs_have_their_outcomes(module: str) -> None:
     outcomes = json.loads(simulate("-m", "tests.programs", module))
     assert outcomes

@@ -8,57 +8,6 @@ from tests.support.child import run_program
 
 pytestmark = pytest.mark.te
 
-RECIPES = """
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-
-def recipe():
-    return DelayedScaling(amax_history_len=4)
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.branch = (linear() for _ in range(2))
-        self.takes_branch = True
-
-    def forward(self, x):
-        if self.takes_branch:
-            x = self.branch(x)
-        x = self.inner(x)
-        with te.autocast(enabled=False):
-            return self.inner(x)
-
-def train(graph, evaluates, takes_branch):
-    torch.manual_seed(1)
-    layer, shared = Tied(), recipe()
-    with te.autocast(enabled=True, recipe=shared):
-        layer(random()).sum().backward()
-    layer.zero_grad()
-    layer.takes_branch = takes_branch
-    run = te.make_graphed_callables(layer, (random(),), enabled=True, recipe=shared) if graph else layer
-    torch.manual_seed(2)
-    for _ in range(3):
-        x = random()
-        with te.autocast(enabled=True, recipe=recipe()):
-            y = run(x)
-        (y.float() ** 2).mean().backward()
-        grads = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
-        yield from (y, x.grad, *grads)
-        for module in (layer.inner, layer.branch):
-            state = module.fp8_meta["scaling_fwd"]
-            if hasattr(state, "scale"):
-                yield from (state.scale, state.amax_history)
-            yield torch.tensor([module.fp8_initialized, module.get_extra_state().numel() > 0])
-        layer.zero_grad()
-        if evaluates:
-            layer.eval()
-            with torch.no_grad(), te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-                yield layer(x)
-            layer.train()
-
-for case in ((False, True), (True, True), (True, False)):
-    compare(train, *case)
-"""
-
 NEW_OBJECTS = """
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -95,11 +44,6 @@ with te.autocast(enabled=True, recipe=current):
     print(changes(before, snapshot(layer, Manager)))
 """
 EMULATED = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}
-
-
-def test_a_graph_resumes_the_states_that_its_forward_used() -> None:
-    """The layer also runs in bf16, other modules run only eagerly, and each step has a recipe object of its own."""
-    run_program(RECIPES)
 
 
 def test_an_equal_recipe_object_initializes_no_module() -> None:
