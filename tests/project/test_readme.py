@@ -134,7 +134,7 @@ def test_readme_answers_the_first_questions() -> None:
         "$ te-graph-fixes status",
         "$ TE_GRAPH_FIXES=off te-graph-fixes run --check ",
         "$ te-graph-fixes run ",
-        "A check with the fixes **off**",
+        "a check with the fixes **off** passes",
         "all equal",
         "bake --undo",
         "export PYTHONPATH=/path/to/te-graph-fixes${PYTHONPATH:+:$PYTHONPATH}",
