@@ -1,7 +1,7 @@
-"""Calls of `make_graphed_callables` in frameworks, as their pull requests describe them, on the simulator.
+"""Test calls of `make_graphed_callables` as in frameworks, which their pull requests describe, on the simulator.
 
-Two to four layers, a graph for each of three microbatches in flight. Each layer has a part that is captured and a rest
-that runs eagerly. Outputs, gradients and parameters of three steps with graphs are compared with those of eager ones.
+A program has two to four layers, and a graph for each of three microbatches in flight. A part of each layer is
+captured, and the rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(shape: str, recipe: str) -> None:
             return [*grads, *(each.clone() for each in self.parameters())]
 
     class Tail(Layer):
-        """Attention and the router of the next layer in one graph; the router is a module of another layer."""
+        """One graph runs the attention of a layer and the router of the next layer, which is not its submodule."""
 
         def build(self) -> None:
             self.head = te.LayerNormLinear(HIDDEN, HIDDEN, **options)
@@ -94,7 +94,7 @@ def main(shape: str, recipe: str) -> None:
             return residual + routed * scores.amax(-1, keepdim=True).to(x.dtype)
 
     class Experts(Layer):
-        """Experts whose parameters are inputs of the graph, as in NeMo Automodel. FSDP2 gathers them elsewhere."""
+        """The parameters of experts are inputs of the graph, as in NeMo Automodel, because FSDP2 moves them."""
 
         def build(self) -> None:
             self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, **options)
@@ -156,7 +156,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """A whole MoE layer. Tensors for its backward are in pages that all layers and microbatches share."""
+        """A whole MoE layer is captured. All layers and microbatches share the pages with tensors for the backward."""
 
         pages: Any = None
 
@@ -176,7 +176,7 @@ def main(shape: str, recipe: str) -> None:
             self.pages.reset()
 
     class Sharded(Layer):
-        """Weights gathered before each forward and each backward, into two buffers in turns."""
+        """The weights are gathered before each forward and each backward, into two buffers in turns."""
 
         shared: list[torch.Tensor] = []  # noqa: RUF012
         fused = "fused" in shape

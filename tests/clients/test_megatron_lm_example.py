@@ -32,7 +32,7 @@ def log(norms: tuple[str, ...], *more: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module `megatron_runs`; its siblings can be imported."""
+    """Return the module `megatron_runs`. The fixture lets the tests import the other examples."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("megatron_runs")
 
@@ -46,7 +46,7 @@ def example(runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: tuple[str, int]) -> None:
-    """Let the run of each setting print a text and end with a status."""
+    """Replace the run of each setting by a program that prints a text and ends with a status."""
     settings = [*runs.SETTINGS, *runs.CHECKED]
     by_setting = dict(zip(settings, programs, strict=False))
 
@@ -61,7 +61,7 @@ def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: 
 def run(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Run the example with runs that print these texts and end with these statuses. Return its status and output."""
+    """Return a function that runs the example with `print_instead`, and returns its status and output."""
 
     def call(*programs: tuple[str, int], options: tuple[str, ...] = ()) -> tuple[int, str]:
         print_instead(monkeypatch, sys.modules["megatron_runs"], *programs)

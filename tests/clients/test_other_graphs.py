@@ -1,6 +1,6 @@
-"""Capture TE's modules by other means than `make_graphed_callables`, or next to it: the package leaves them correct.
+"""Test that TE's modules are also correct in graphs that other code captures, with or without TE's graphs.
 
-As a program, it trains in each way that its arguments name, eagerly and in graphs, and prints the differences.
+As a program, this module trains in each way that its arguments name, eagerly and in graphs. It prints the differences.
 """
 
 from __future__ import annotations

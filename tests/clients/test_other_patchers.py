@@ -1,6 +1,6 @@
-"""Test other tools that patch TransformerEngine (TE) before and after this package, as the table in docs/how.md.
+"""Test other tools that patch TransformerEngine (TE) before or after this package. docs/how.md has a table of them.
 
-Each test changes a stand-in for TE by the means of a framework.
+Each test changes a stand-in for TE in the way in which a framework changes TE.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.activation.test_activation import World
-
-GRAPH = "transformer_engine/pytorch/graph.py"
 
 REPLACE = """
 def replace(everywhere):
@@ -39,13 +37,6 @@ def wrap():
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def rewrite(world: World, old: str, new: str) -> None:
-    """Rewrite a file, as `sed -i`, NeMo-RL and Automodel do."""
-    path = world.folder / GRAPH
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
 
 
 def test_a_file_rewritten_after_the_import_affects_the_next_process(world: World) -> None:
