@@ -8,8 +8,9 @@ time, so after an evaluation it also contains updates of other modules' scales. 
 graph is the first of an autocast. This update is then missing after a module without a backward, and in an autocast
 inside a disabled autocast.
 
-With the fix, warmup and capture do neither update, and each replay of such a backward does both. The backward also gets
-the skip flag of its own forward. Otherwise it would quantize weights again if the first microbatch of another graph ran
+With the fix, warmup and capture do neither update, and each replay of such a backward does both. If it runs inside an
+autocast of the program, it does only the updates that an eager backward does there. The backward also gets the skip
+flag of its own forward. Otherwise it would quantize weights again if the first microbatch of another graph ran
 in between. Captures by `torch.cuda.graph` or Megatron-Core, and other threads, still do the updates themselves.
 """
 
@@ -53,5 +54,6 @@ FIX = Fix(
     patch=PATCH,
     base=REPLAY_STEPS,
     names={"STATE": skip_flag_state},
+    requires=("fp8-state-at-replay",),
     check_hints=("fp8 gradient",),
 )

@@ -58,7 +58,8 @@ class UsedState:
     In an autocast, the backward of the first FP8 module updates the scales of all backwards. TE finds this module by a
     flag, which the first module with a backward takes. Operations of `te.ops` take it without FP8 too.
     ``has_first_module``: a module in the autocast of the capture took the flag. ``has_own_backward``: a module in an
-    autocast inside the captured module took it. The end of such an autocast restores the flag.
+    autocast inside the captured module took it. The end of such an autocast restores the flag. ``of_checkpoints``: the
+    flag at the start of each `te.checkpoint`, which a recomputation restores.
 
     The other fields describe autocasts inside the captured module. ``updates_scales``: the end of such an autocast
     updates scales, unless the replay is inside another autocast. ``updated_inside``: a state is used before and after
@@ -74,6 +75,7 @@ class UsedState:
     in_autocast: list[Any] = field(default_factory=list)
     has_first_module: bool = False
     has_own_backward: bool = False
+    of_checkpoints: list[bool] = field(default_factory=list)
     updates_scales: bool = False
     updated_inside: bool = False
     updated_in_backward: bool = False
@@ -261,8 +263,13 @@ class Capture:
             self.used.updates_scales = True
 
     def end_forward(self, module: Any) -> None:
-        """Note whether the autocast of the capture enables FP8, before it ends, and which modules computed in FP8."""
+        """Note whether the autocast of the capture enables FP8, before it ends, and which modules computed in FP8.
+
+        Note the flags of checkpoints too.
+        """
         self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        flags = activation_recompute_forward._is_first_fp8_module
+        self.used.of_checkpoints = [flag for used, flag in flags if used is self.used]
         self.used.modules_in_fp8 |= {inner: inner.fp8 for inner in module.modules() if "fp8" in vars(inner)}
         copies = _copies_for_recomputations()
         copies[:] = [queue if isinstance(queue, _Queue) else _Queue(self, queue) for queue in copies]

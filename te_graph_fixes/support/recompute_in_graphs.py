@@ -12,6 +12,8 @@ import torch
 from torch._C import _current_graph_task_id
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module, used_state
+
 
 class ScaleUpdates:
     """The ``kinds`` of updates (``forward``, ``backward``) that occurred in a warmup or capture on this stream."""
@@ -45,17 +47,27 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
     finally:
         del FP8GlobalStateManager.updates_of_capture
     if replay is not None and updates.kinds:
-        steps = _Steps(updates.kinds, flag)
+        steps = _Steps(updates.kinds, flag, used_state(replay).of_checkpoints)
+        replay.add("forward prepare", "note first module", steps.note_first_module)
         replay.add("backward prepare", "fill skip flag", steps.fill_flag)
         replay.add("backward prepare", "take scale updates", steps.take_update)
         replay.add("backward deliver", "update scales", steps.update)
 
 
 class _Steps:
-    """The steps of a backward with a recomputation."""
+    """The steps of a backward with a recomputation. ``first_modules`` are the flags at the start of its checkpoints.
 
-    def __init__(self, kinds: set[str], flag: Any) -> None:
-        self._kinds, self._flag = kinds, flag
+    A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
+    microbatches, the end of this inner autocast updates no scales, and its start does not set the flag of the first FP8
+    module.
+    """
+
+    def __init__(self, kinds: set[str], flag: Any, first_modules: list[bool]) -> None:
+        self._kinds, self._flag, self._first_modules = kinds, flag, first_modules
+
+    def note_first_module(self, call: Any) -> None:
+        """Note the flag of the first FP8 module before the forward."""
+        call.was_first_module = is_first_module()
 
     def fill_flag(self, ctx: Any) -> None:
         """Fill the skip flag for the recomputation, because another graph may have changed it since the forward."""
@@ -67,14 +79,17 @@ class _Steps:
 
         Return a function that returns it.
         """
-        ctx.call.updates_backward = updates = ctx.is_first_module or "backward" in self._kinds
+        has_first_module = not autocast_depth() or (ctx.call.was_first_module and any(self._first_modules))
+        ctx.call.updates_backward = updates = ctx.is_first_module or (has_first_module and "backward" in self._kinds)
         ctx.is_first_module = False
         return partial(setattr, ctx, "is_first_module", updates)
 
     def update(self, ctx: Any, gradients: Any) -> Any:
         """Update the scales as in eager training: the recomputation's autocast ends before the backward."""
-        if "forward" in self._kinds:
+        if "forward" in self._kinds and not autocast_depth():
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         if ctx.call.updates_backward:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        if self._first_modules:
+            set_first_module(ctx.call.was_first_module and self._first_modules[0])
         return gradients

@@ -54,6 +54,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "forward prepare": (
         "note leaf inputs",
+        "note first module",
         "resume recipe states",  # before these states are registered, and before weights are quantized with them
         "register states of TE",
         "register states of capture",  # after TE's, which does not know that attention has a recipe of its own
@@ -99,7 +100,8 @@ class Call:
 
     ``reuses_weights`` is ``skip_update``, or what the flags of the graph say if it has flags of its own. ``resumed``
     are modules with the recipe states of the graph, which replace theirs. ``copied_inputs`` are the indexes of inputs
-    whose gradients are returned as copies. ``updates_backward``: a step of the backward updates the scales of all
+    whose gradients are returned as copies. ``was_first_module``: no module of the autocast had taken the flag of the
+    first FP8 module before the forward. ``updates_backward``: a step of the backward updates the scales of all
     backwards, and TE does not. The other attributes belong to `replay-contract`: how the forward was run (in a
     backward, under the hooks of a checkpoint, in a checkpoint), whether its outputs are returned as copies, and the
     time of its replay.
@@ -107,7 +109,7 @@ class Call:
 
     resumed: Sequence[Any] = ()
     copied_inputs: Sequence[int] = ()
-    updates_backward = in_backward = has_hooks = in_checkpoint = copies_outputs = False
+    was_first_module = updates_backward = in_backward = has_hooks = in_checkpoint = copies_outputs = False
     time = 0
 
     def __init__(
