@@ -43,63 +43,46 @@ FINDINGS = ("wrong", "crash")
 VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
-def run_task(task: str, program: Program, argument: Any) -> dict[str, Any]:
-    """Run one request of a `Server`."""
-    if task == "judge":
-        return judge(program, argument)
-    from .regressions import measure
-
-    return measure(program, argument)
-
-
-def judge(program: Program, wanted: str | None = None) -> dict[str, Any]:
-    """Run a program in this process, or in two ranks: its verdict. ``wanted`` is the digest of a graph elsewhere."""
+def judge(program: Program) -> dict[str, Any]:
+    """Run a program in this process, or in two ranks, and return its verdict: for ranks, the worse one."""
     from tests.verify.driver import setting
 
     setting.use(program)
     if not program.ranks:
-        return judge_rank(program, wanted)
+        return judge_rank()
     from .kinds import connect
 
     connect()
     signal.alarm(Server.limit)  # a fork does not inherit it
-    rank, found = setting.dist.get_rank(), [{}, {}]
-    setting.dist.all_gather_object(found, judge_rank(program, wanted and wanted.split()[rank]))
-    if rank:
+    found: list[Any] = [{}, {}]
+    setting.dist.all_gather_object(found, judge_rank())
+    if setting.dist.get_rank():
         os._exit(0)
-    worst = max(found, key=lambda each: VERDICTS.index(each["verdict"]))
-    return worst | {name: " ".join(each.get(name, "") for each in found) for name in ("digest", "eager")}
+    worst: dict[str, Any] = max(found, key=lambda each: VERDICTS.index(each["verdict"]))
+    return worst
 
 
-def judge_rank(program: Program, wanted: str | None) -> dict[str, Any]:
-    """Return the verdict of what this process runs."""
+def judge_rank() -> dict[str, Any]:
+    """Return the verdict of the program in this process."""
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
     from tests.verify.programs import REFUSED as CONTRACT
 
-    from .digests import digest, said
+    from .digests import said
 
-    eager: Any = {}
-    if wanted is None:
-        try:
-            eager, again = train(False), train(False)
-        except Exception as error:
-            return {"verdict": "not eager", "why": said(error)}
-        if differing := differences(again, eager):
-            return {"verdict": "unstable", "why": str(differing)}
-    given = {"eager": digest(eager)}
     try:
-        found = train(True)
+        eager, again = train(False), train(False)
+    except Exception as error:
+        return {"verdict": "not eager", "why": said(error)}
+    if differing := differences(again, eager):
+        return {"verdict": "unstable", "why": str(differing)}
+    try:
+        wrong = differences(train(True), eager)
     except Exception as error:
         why = said(error)
         documented = [*REFUSED, CONTRACT] if Server.broken else REFUSED
-        refused = wanted is None and any(re.search(each, why) for each in documented)
-        return {"verdict": "refused" if refused else "crash", "why": why} | given
-    given["digest"] = digest(found)
-    if wanted is not None:
-        return {"verdict": "equal" if given["digest"] == wanted else "wrong"} | given
-    wrong = differences(found, eager)
-    return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)} | given
+        return {"verdict": "refused" if any(re.search(each, why) for each in documented) else "crash", "why": why}
+    return {"verdict": "wrong" if wrong else "equal", "why": str(wrong)}
 
 
 class Server:
@@ -155,14 +138,17 @@ class Server:
             return
         import torch
 
+        from .regressions import measure
+
         signal.alarm(0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         for line in os.fdopen(requests):
             child = os.fork() if Server.forks else 0
             if not child:
                 signal.alarm(Server.limit)
-                task, fields, argument = json.loads(line)
-                verdict = run_task(task, Program(**fields), argument)
+                graphs, fields = json.loads(line)
+                program = Program(**fields)
+                verdict = judge(program) if graphs is None else measure(program, graphs)
                 if not Server.forks:
                     torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
                 answer(verdict)
@@ -174,23 +160,23 @@ class Server:
             elif status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
-    def __call__(self, program: Program, wanted: str | None = None) -> dict[str, Any]:
+    def __call__(self, program: Program) -> dict[str, Any]:
         """Return the verdict of a program."""
-        found = self._ask("judge", program, wanted)
+        found = self._ask(program)
         if found["verdict"] in FINDINGS and not Server.forks:
-            alone = self._ask("judge", program, wanted)
+            alone = self._ask(program)
             found = alone if alone["verdict"] in FINDINGS else {**alone, "after others": found}
         return found
 
     def measure(self, program: Program, graphs: bool = True) -> dict[str, Any]:
         """Return the results and the costs of a program, see `regressions.measure`."""
-        return self._ask("measure", program, graphs)
+        return self._ask(program, graphs)
 
-    def _ask(self, task: str, program: Program, argument: Any) -> dict[str, Any]:
+    def _ask(self, program: Program, graphs: bool | None = None) -> dict[str, Any]:
         if not self.process:
             self._start()
         start = time.monotonic()
-        print(json.dumps([task, dataclasses.asdict(program), argument]), file=self._requests, flush=True)
+        print(json.dumps([graphs, dataclasses.asdict(program)]), file=self._requests, flush=True)
         crash = '{"verdict": "crash", "why": "the process ended"}'
         found: dict[str, Any] = json.loads(self._answers.readline() or crash)
         if found["verdict"] in (*FINDINGS, "raises") and not Server.forks:
@@ -365,54 +351,6 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if total["regressions"] else 0
 
 
-def search(options: argparse.Namespace) -> int:
-    """Write how many programs it takes to find the bug of each fix.
-
-    Programs are those that are right with all fixes, with the digests of their graphs, from the results of `find`. A
-    program finds a bug if its fix alone is left out and the graph differs, and does not where only the fixes that
-    require that fix are left out, or none. What the results hold is not looked for again.
-    """
-    from te_graph_fixes.fixes import CATALOGUE
-    from te_graph_fixes.patching.source import Source
-
-    first, *lines = noted(options.equal)
-    if first != options.where:
-        raise SystemExit(f"{options.equal} is of {first}, this is {options.where}")
-    equal = sorted((line["seed"], line["digest"]) for line in lines if line["verdict"] == "equal")
-    done = {line["fix"] for line in noted(options.results)[1:]}
-    needed = [
-        fix_id
-        for fix_id, fix in CATALOGUE.items()
-        if fix.assess(Source.installed()).verdict == "applicable" and fix_id not in done
-    ]
-
-    def look(fix_id: str) -> dict[str, Any]:
-        others = [each for each, fix in CATALOGUE.items() if fix_id in fix.requires]
-        servers = Server(disable=fix_id), Server(disable=",".join(others))
-        tried = 0
-        try:
-            for seed, wanted in equal:
-                if seed >= options.seed + options.programs:
-                    break
-                program, tried = draw(seed, options.gpu, " " in wanted), seed - equal[0][0] + 1
-                found = servers[0](program, wanted)
-                if found["verdict"] in FINDINGS and servers[1](program, wanted)["verdict"] not in FINDINGS:
-                    return {"programs": tried, "why": found.get("why", found["verdict"]), "program": as_python(program)}
-            return {"not in programs": tried}
-        finally:
-            for server in servers:
-                server.close()
-
-    def work(numbers: Iterable[int]) -> None:
-        for number in numbers:
-            note(options, {"fix": needed[number], **look(needed[number])})
-
-    in_jobs(options, len(needed), work)
-    lines = noted(options.results)[1:]
-    print(json.dumps({"tried": len(lines), "found": sum("programs" in line for line in lines)}))
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first program is that of this seed")
@@ -431,8 +369,6 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
     parser.add_argument("--found", action="store_true", help="run the programs that have found something, instead")
-    parser.add_argument("--equal", help="for --defects: results with all fixes, of the same TE and device")
-    parser.add_argument("--defects", action="store_true", help="find the defects of the catalogue, one by one")
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")
@@ -454,7 +390,7 @@ def main() -> int:
             note(options, options.where, say=False)
         if options.regressions:
             return compare(options)
-        return (search if options.defects else find)(options)
+        return find(options)
 
 
 if __name__ == "__main__":

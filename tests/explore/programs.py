@@ -5,7 +5,6 @@ Nothing here imports torch. To add a kind of module or an event: write it in `ki
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -25,26 +24,22 @@ MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
 OF_RANKS = ("Parallel",)
-RARE_MODULES = ("Adapted", "Routed", "normed", "Wide", "Counting")
-ORDINARY_MODULES = (
-    *("Teacher", "Router", "Returning", "Detached", "TwoPrecisions", "Listed", "patched", "patched_inside", "Masked"),
+SPECIAL_MODULES = (
+    *("Adapted", "Routed", "normed", "Wide", "Teacher", "Router", "Returning", "Detached", "TwoPrecisions", "Listed"),
+    *("patched", "patched_inside", "Masked"),
 )
-"""Modules of ordinary programs that TE alone runs right."""
-SILENT_MODULES = ("Fp8Output",)
-"""Modules of programs that TE alone runs wrong without an error."""
-MODULES = (
-    *(*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS),
-    *(*RARE_MODULES, *ORDINARY_MODULES, *SILENT_MODULES),
-)
+MODULES = (*TE_LAYERS, *BLOCKS, *ATTENTION, *OPERATIONS, *OTHERS, *OF_RANKS, *SPECIAL_MODULES, "Counting", "Fp8Output")
 EVENTS = (
     *("step", "step_at_rate_0", "skipped_step", "eager_step", "evaluate", "evaluate_in_bf16", "evaluate_in_other"),
     *("infer", "save", "load", "recapture", "switch_recipe", "freeze", "reset_fp8", "raise_in_autocast"),
     *("reseed_tracker", "failed_capture", "misuse_keyword", "misuse_shape", "misuse_missing", "misuse_keys"),
     "misuse_backward",
 )
-RARE_EVENTS = ("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze")
-ORDINARY_EVENTS = ("step_of_losses", "evaluate_copy", "several_calls_with_one_input", "failed_capture_in_garbage")
-SILENT_EVENTS = ("infer_in_inference_mode", "failed_capture_in_fp8", "nested_in_two_precisions", "misuse_object")
+EXTRA_CAPTURES = ("infer_in_inference_mode", "failed_capture_in_fp8", "nested_in_two_precisions")
+SPECIAL_EVENTS = (
+    *("evaluate_average", "evaluate_in_inference_mode", "interrupted_step", "unfreeze", "step_of_losses"),
+    *("evaluate_copy", "several_calls_with_one_input", "failed_capture_in_garbage", *EXTRA_CAPTURES, "misuse_object"),
+)
 RECIPES = {
     "hopper": ("delayed", "current", "block"),
     "blackwell": ("delayed", "current", "mxfp8", "nvfp4"),
@@ -59,21 +54,26 @@ def runs_twice(p: Program) -> bool:
 
 RULES: dict[str, Callable[[Program], Any]] = {
     "_order wants as many layers in each chunk": lambda p: not p.order or len(p.modules) % max(p.order) == 0,
-    "all layers of an order are captured": lambda p: not (p.order and (p.together or p.not_captured)),
-    "layers in one capture are all captured": lambda p: not (p.together and p.not_captured),
-    "only an order shares buffers, takes layers as chunks, or has a graph for each microbatch": lambda p: (
-        p.order or not (p.reuse or p.layers_as_chunks or p.tuples or p.sends)
-    ),
     "TE wants a chunk for each layer where wgrads are delayed": lambda p: (
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
     ),
     "TE's backward_dw replaces a gradient, so the caller takes each one": lambda p: p.takes_grads or not p.delay,
-    "only delayed wgrads have entries and hooks": lambda p: (
-        p.delay or not (p.wgrad_hooks or any(each % 1 for each in p.order))
-    ),
+    "one capture of all layers leaves none out": lambda p: not ((p.order or p.together) and p.not_captured),
     "each entry of a wgrad needs a module that delays it": lambda p: (
-        not any(each % 1 for each in p.order) or not {*OPERATIONS, *OTHERS} & {*p.modules}
+        not any(each % 1 for each in p.order) or (p.delay and not {*OPERATIONS, *OTHERS} & {*p.modules})
     ),
+    "a torch layer that runs first passes no marks": lambda p: not (p.first == "plain" and p.weights == "cached"),
+    "FP8 weights are in one recipe for good": lambda p: (
+        not p.fp8_params
+        or (
+            not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
+            and not (p.in_bf16 or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
+        )
+    ),
+    "a capture makes FP8 state, eager training in its first forward": lambda p: (
+        p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
+    ),
+    "there is a tracker to seed": lambda p: p.tracker or "reseed_tracker" not in p.events,
     "a frozen module has no wgrad to delay, and fails in eager training too": lambda p: (
         not p.delay or not (p.frozen or "freeze" in p.events)
     ),
@@ -89,35 +89,6 @@ RULES: dict[str, Callable[[Program], Any]] = {
         or (
             (p.modules[0] in TE_LAYERS[:2] and p.modules.index("Tied") == len(p.modules) - 1 > 0)
             and not (p.fused or p.fp8_params or p.delay or p.hooks or (len(p.order) and max(p.order) > 1))
-        )
-    ),
-    "there is FP8 for what is about FP8": lambda p: (
-        p.recipe != "bf16"
-        or (
-            not (p.fp8_params or p.calibrating or p.in_bf16 or p.sets_flag or p.autocasts == "nested")
-            and p.weights != "cached"
-        )
-    ),
-    "FP8 weights are in one recipe for good": lambda p: (
-        not p.fp8_params
-        or (
-            not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
-            and not (p.in_bf16 or p.calibrating or "OwnAutocast" in p.modules)
-        )
-    ),
-    "marks belong to what passes them on": lambda p: (
-        p.weights == "plain"
-        or (not {"Tied", *OPERATIONS} & {*p.modules} and p.first in ("", "eager", "frozen", "teacher", "cached"))
-    ),
-    "a tracker is for what draws from it": lambda p: (
-        {*DRAWING} & {*p.modules} if p.tracker else "reseed_tracker" not in p.events
-    ),
-    "attention in FP8 is in per-tensor scaling, and eager training cannot change its recipe": lambda p: (
-        not p.fp8_attention
-        or (
-            {*ATTENTION, "CoreAttention"} & {*p.modules}
-            and p.recipe in ("delayed", "current")
-            and not (p.calibrating or {"evaluate_in_other", "switch_recipe"} & {*p.events})
         )
     ),
     "the simulator captures no FP8 tensors, which projections give to attention in delayed scaling": lambda p: (
@@ -137,7 +108,6 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "gloo gathers no two tensors at once, as those with blocks are": lambda p: (
         not {"mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
     ),
-    "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
     "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
         "Structured" not in p.modules or not (p.tuples or p.checkpoints)
     ),
@@ -145,17 +115,6 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "Structured" not in p.modules or not p.reuse
     ),
     "keys are of a dict": lambda p: "misuse_keys" not in p.events or p.modules[0] == "Structured",
-    "FusedAdam takes FP8 weights in per-tensor scaling, with master weights": lambda p: (
-        not (p.fp8_params and "adam" in p.optimizer) or (p.optimizer != "adam" and p.recipe in ("delayed", "current"))
-    ),
-    "FusedAdam of an operation in current scaling is eagerly not the same twice after one in bf16": lambda p: (
-        not (p.fp8_params and "adam" in p.optimizer and p.recipe == "current" and {*OPERATIONS} & {*p.modules})
-    ),
-    "another model with cached weights is in FP8": lambda p: (
-        p.first != "cached" or (p.recipe != "bf16" and not p.calibrating)
-    ),
-    "what takes the grad drops it": lambda p: not (p.hooks == "takes" and p.keeps_grads),
-    "dummies are those of fused wgrads": lambda p: p.fused or not p.drops_dummies,
     "calibration is of delayed scaling": lambda p: (
         not p.calibrating
         or (
@@ -163,7 +122,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and p.weights == "plain"
             and not p.in_bf16
             and not {"evaluate_in_other", "switch_recipe", "evaluate_in_bf16"} & {*p.events}
-            and not {"OwnAutocast", "KeptInBf16"} & {*p.modules}
+            and not {"OwnAutocast", "KeptInBf16", "grouped_linear"} & {*p.modules}
             and not (p.inference or p.checkpoints or "Recomputed" in p.modules)
         )
     ),
@@ -172,16 +131,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
         and not (p.inference and p.modules[0] in ("Named", "WithNone", "Signed", "SignsFirst", "Structured"))
     ),
     "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
-    "what runs first for nothing needs input grads": lambda p: not p.first or p.input_grads,
     "the last layer has something to train": lambda p: (
         p.input_grads or (not p.frozen and p.modules[0] not in ("dropout", "Tied"))
     ),
-    "experts take no calibration in eager training": lambda p: not (p.calibrating and "grouped_linear" in p.modules),
-    "the simulator casts no master weights to block scaling": lambda p: (
-        not (p.optimizer == "master weights" and p.fp8_params and p.recipe == "block")
-    ),
-    "there is such a layer": lambda p: max((*p.frozen, *p.in_bf16, *p.not_captured, 0)) < len(p.modules),
-    "a pool is replayed in the order of its captures": lambda p: not p.own_pool or p.order or len(p.modules) == 1,
     "a checkpoint replays forwards again, which must not come between others of their pool": lambda p: (
         not p.checkpoints or (not p.order and not (p.together and len(p.modules) > 1))
     ),
@@ -195,14 +147,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "the simulator's eager LayerNormMLP needs both halves of FP8 weights, and gets one without grad": lambda p: (
         not (p.fp8_params and p.built_without_grad and {*MLPS} & {*p.modules})
     ),
-    "a state dict of te.ops.Linear without bias cannot be loaded": lambda p: (
-        p.bias or not ({"save", "load"} <= {*p.events} and {*OPERATIONS} & {*p.modules})
-    ),
     "chained operations quantize outputs, which they cannot in current scaling and NVFP4": lambda p: (
         "operations" not in p.modules or not {"current", "nvfp4"} & {p.recipe, p.other}
-    ),
-    "with quantized weights and no quantized compute backward_dw() fails in eager training too": lambda p: (
-        not (p.delay and p.fp8_params and "KeptInBf16" in p.modules)
     ),
     "LayerNormMLP with weights cached in an evaluation in block scaling cannot train, eagerly either": lambda p: (
         not (p.inference and p.weights != "plain" and p.recipe == "block" and p.modules[0] in MLPS)
@@ -210,14 +156,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "torch's checkpoint, which runs what is not TE's, takes no keywords": lambda p: (
         not (p.checkpoints and p.weights == "cached" and {*OTHERS} & {*p.modules})
     ),
-    "a capture makes FP8 state, eager training in its first forward": lambda p: (
-        p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
-    ),
     "a layer for each chunk, and no wgrads in the order: each is then replayed right after its dgrad": lambda p: (
         not (p.delay and p.layers_as_chunks and len(p.modules) > 1) or any(each % 1 for each in p.order)
-    ),
-    "after a reset no eager autocast updates the scales that were there": lambda p: (
-        "reset_fp8" not in p.events or "delayed" not in (p.recipe, p.other)
     ),
     "eager recompute takes the oldest FP8 state, which may be that of a forward without a backward": lambda p: (
         "delayed" not in (p.recipe, p.other)
@@ -227,47 +167,16 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
         "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
     ),
-    "eagerly a frozen LayerNormLinear behind a view that TE gives does not see that its input needs a gradient": (
-        lambda p: (
-            not any(
-                number in p.frozen and number - 1 in p.in_bf16 and before in TE_LAYERS[1:4]
-                for number, (before, module) in enumerate(itertools.pairwise(p.modules), 1)
-                if module in ("layernorm_linear", "transformer_layer") and "delayed" in (p.recipe, p.other)
-            )
-        )
-    ),
-    "a call that is refused has registered FP8 state with the autocast": lambda p: (
-        not any(each.startswith("misuse") for each in p.events) or "delayed" not in (p.recipe, p.other)
-    ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
     "te.checkpoint takes an operation for a module of torch, and eager training recomputes it in bf16": lambda p: (
         not (p.checkpoints and {*OPERATIONS} & {*p.modules})
     ),
-    "what is captured inside of a layer is called as others are": lambda p: (
-        not p.inside
-        or not (
-            (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
-            or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused", "TwoPrecisions"} & {*p.modules}
-            or any(each.startswith("misuse") for each in p.events)
-        )
-    ),
-    "the simulator captures FP8 inputs of attention in current scaling only": lambda p: (
-        not p.fp8_mha or (p.fp8_attention and p.recipe == "current" and {*ATTENTION} & {*p.modules})
-    ),
-    "an input with new values is read no more": lambda p: (
-        not p.same_input or not (p.order or p.not_captured or p.sends or p.strided or p.checkpoints or p.in_place)
-    ),
-    "distillation reads its input after another replay": lambda p: not (p.same_input and p.first == "distillation"),
     "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
     "TE captures no module that has hooks, as one that is captured again": lambda p: (
         not (p.module_hooks and {"recapture", "switch_recipe", "freeze", "unfreeze"} & {*p.events})
     ),
-    "hooks come late if there are any": lambda p: not p.late_hooks or p.hooks not in ("", "ddp"),
     "a frozen projection has no wgrad to delay, and stays frozen": lambda p: (
         "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)
-    ),
-    "a norm makes a weight anew for each forward, to which no wgrad can be delivered later": lambda p: (
-        "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
     ),
     "gradients of three uses are summed in another order where two of them are in a graph": lambda p: (
         not (p.residual or p.in_place) or not {"Adapted", "Routed", "patched", "Returning"} & {*p.modules}
@@ -301,7 +210,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a layer without gradients comes before a layer with gradients": lambda p: (
         not {"Teacher", "Router"} & {*p.modules}
         or (
-            not {"Teacher", "Router"} & {*p.modules[1:]}
+            not {"Teacher", "Router"} & {*p.modules[1:], p.modules[-1]}
             and not (p.order or p.delay or p.hooks or p.first or p.checkpoints or p.residual or p.in_place)
             and not {"freeze", "unfreeze"} & {*p.events}
         )
@@ -358,7 +267,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         )
     ),
     "extra captures in FP8 need FP8 that trains, in a process without ranks": lambda p: (
-        not {*SILENT_EVENTS[:3]} & {*p.events}
+        not {*EXTRA_CAPTURES} & {*p.events}
         or (
             "bf16" not in (p.recipe, p.other if "switch_recipe" in p.events else "")
             and not (p.calibrating or p.fp8_params or p.ranks or p.tracker or p.delay)
@@ -368,7 +277,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         "infer_in_inference_mode" not in p.events or p.recipe != "delayed"
     ),
     "an object of tensors is a keyword of a graph": lambda p: (
-        "misuse_object" not in p.events or not ({*BLOCKS, *ORDINARY_MODULES} & {*p.modules} or 0 in p.not_captured)
+        "misuse_object" not in p.events or not ({*BLOCKS, *SPECIAL_MODULES} & {*p.modules} or 0 in p.not_captured)
     ),
     "a misuse is of a graph": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
@@ -443,7 +352,6 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "not_captured": lambda r, p: (r.randrange(len(p.modules)),),
     "microbatches": lambda r, p: r.randint(1, 3),
     "warmup": lambda r, p: r.choice((0, 1, 2, 11)),
-    "inference": lambda r, p: r.choice(("first", "after")),
     "first": lambda r, p: r.choice(("eager", "frozen", "plain", "teacher", "distillation", "cached")),
     "autocasts": lambda r, p: r.choice(("each", "nested")),
     "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
@@ -452,57 +360,44 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "checkpoints": lambda r, p: ("te",) * len(p.modules),
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
-"""How a field is drawn; others are switched on."""
-COMPANIONS: tuple[str, ...] = (
+"""The functions that draw fields. Other fields are switched on."""
+GROUPS: tuple[str, ...] = (
+    *(*SPECIAL_MODULES, *SPECIAL_EVENTS),
     *("weights, fused", "grouped_linear, weights, fused", "recipe current, weights cached, reset_fp8"),
     *("weights cached, evaluate_in_other", "weights cached, infer", "weights cached, infer, step, step, infer"),
     *("recipe delayed, switch_recipe, switch_recipe", "OwnAutocast, linear, first"),
-    *("Signed, SignsFirst, order, layers_as_chunks, reuse", "ListBlock, delay, wgrad_hooks", "order, delay, fused"),
+    *("Signed, SignsFirst, order, layers_as_chunks, reuse", "ListBlock, delay, wgrad_hooks", "delay, order, fused"),
     *("together, delay", "delay, input_grads", "linear, layernorm_linear, order, layers_as_chunks, reuse, sends"),
     *("linear, linear, order, layers_as_chunks, reuse, input_grads", "WithNone, linear, order, reuse"),
-    *("linear, subclassed, together", "fp8_params, built_without_grad, optimizer"),
+    *("linear, subclassed, together", "fp8_params, built_without_grad, optimizer", "layernorm_mlp, weights marked"),
     *("Dropped, tracker, reseed_tracker", "transformer_layer, tracker, save, load"),
     *("CoreAttention, fp8_attention, recipe current", "operation, evaluate_in_bf16, save"),
+    *("linear, Tied", "operations, recipe bf16, other bf16", "Teacher, linear", "Router, linear"),
     *("nested_operations, recipe delayed, eager_step", "nested_operations, recipe delayed, infer, not_captured"),
     *("Structured, misuse_keys", "recipe delayed, Recomputed, first eager"),
     *("recipe delayed, Recomputed, autocasts nested", "recipe delayed, grouped_linear, first eager, recapture"),
     *("recipe current, linear, weights own", "recipe delayed, grouped_linear, weights own"),
-)
-"""Modules, events, fields (some with a value) that show something in company only, for half of the programs."""
-
-
-RARE: tuple[str, ...] = (
-    *("Adapted", "Adapted, fp8_params", "Adapted, hooks adds", "Routed", "Routed, delay", "normed", "Wide, bias"),
+    *("Adapted, fp8_params", "Adapted, hooks adds", "Routed, delay", "Wide, bias", "freeze, unfreeze"),
     *("Block, inside", "CoreAttention, inside", "Adapted, inside", "strided", "in_place", "in_place, reuse"),
-    *("offload", "hooks adds, late_hooks", "module_hooks", "same_input", "evaluate_average"),
-    *("weights cached, evaluate_average", "interrupted_step", "freeze, unfreeze", "weights cached, interrupted_step"),
-    *("layernorm_mlp, weights marked", "Dropped, tracker, reseed_tracker"),
-    *("attention, recipe current, fp8_attention, fp8_mha", "evaluate_in_inference_mode"),
+    *("offload", "hooks adds, late_hooks", "module_hooks", "same_input", "weights cached, evaluate_average"),
+    *("weights cached, interrupted_step", "attention, recipe current, fp8_attention, fp8_mha"),
     *("evaluate_in_inference_mode, weights cached", "warmup 0, Counting", "fused, warmup_hook zeroes"),
     *("fused, warmup_hook replaces", "Recomputed, recipe current, weights marked, first cached"),
+    *("Returning, order", "Detached, order", "Masked, order", "TwoPrecisions, recipe delayed"),
+    *("patched, evaluate_copy", "retain, step_of_losses", "retain, together, step_of_losses", "weights set, fused"),
+    *("weights set, fused, order", "weights class", "weights class, fused", "weights class, order"),
+    *("weights property", "weights property, order"),
+    *("fused, flat_main_grads", "Wide, fused, flat_main_grads", "failed_capture_in_garbage, fused"),
+    *("Fp8Output, linear, recipe delayed, not_captured 1", "weights cached, infer_in_inference_mode"),
+    *("fused, failed_capture_in_fp8", "Router, layernorm_linear, recipe delayed, input_grads"),
 )
-ORDINARY: tuple[str, ...] = (
-    *ORDINARY_MODULES,
-    *("several_calls_with_one_input", "Returning, order", "Detached, order", "TwoPrecisions, recipe delayed"),
-    *("Masked, order", "patched, evaluate_copy", "evaluate_copy", "retain, step_of_losses"),
-    *("retain, together, step_of_losses", "weights set, fused", "weights set, fused, order"),
-    *("weights property", "weights property, order", "fused, flat_main_grads", "Wide, fused, flat_main_grads"),
-    *("failed_capture_in_garbage", "failed_capture_in_garbage, fused"),
-)
-
-SILENT: tuple[str, ...] = (
-    *SILENT_EVENTS,
-    *("Fp8Output", "weights class", "weights class, fused", "weights class, order", "weights set, fused"),
-    *("weights cached, infer_in_inference_mode", "fused, failed_capture_in_fp8"),
-)
-
-RARE_FIELDS = (
-    *("inside", "strided", "in_place", "offload", "late_hooks", "fp8_mha", "same_input", "module_hooks"),
+"""Modules, events and fields that are drawn together, some with a value, because few programs would have them all."""
+ONLY_IN_GROUPS = (
+    *("inside", "strided", "in_place", "offload", "late_hooks", "fp8_mha", "same_input", "module_hooks", "retain"),
     *("warmup_hook", "flat_main_grads"),
 )
-"""Fields of `RARE` only. Groups of the last three are drawn last, so what is added there changes no other program."""
-PLAINER = ("modules", "recipe", "other", "bias", "fused", "weights", "retain", "order")
-"""What is left of a program that a member of a group does not fit."""
+ONLY_OF_CASES = ("clean_start", "fit", "hidden", "freezes_first", "one_pool", "one_sample", "inference_mode")
+"""Fields that only the cases of `verify`, or programs that break the preconditions, use."""
 
 
 def broken_rule(program: Program) -> str | None:
@@ -513,81 +408,61 @@ def broken_rule(program: Program) -> str | None:
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
     """Return the program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
     r = random.Random(seed)
-    group = r.choice(COMPANIONS).split(", ") if r.random() < 0.5 else []
-    wanted = dict(each.partition(" ")[::2] for each in group)
-    count = r.choice((1, 1, 1, 2, 2, 3, 4))
-    families = r.choices((TE_LAYERS, BLOCKS, ATTENTION, OPERATIONS, OTHERS), (5, 4, 1, 1, 1), k=count)
-    drawn = tuple(map(r.choice, families if r.random() < 0.5 else families[:1] * count))
-    named = tuple(each for each in group if each in MODULES)
-    program = Program(modules=named + drawn[len(named) :])
-    if broken_rule(program):
-        program = Program(modules=named or ("linear",))
-    recipes = RECIPES[gpu]
-    recipe = wanted.get("recipe") or r.choice(("bf16", *recipes, *recipes))
-    changes = [{"recipe": recipe}, {"other": r.choice(("bf16", *recipes))}]
-    delay = "delay" in group or r.random() < 0.2
-    changes.append({"delay": delay, "takes_grads": delay})
-    if "order" in group or r.random() < 0.5:
-        chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
-        order = draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), delay and r.random() < 0.5)
-        if "layers_as_chunks" in group or r.random() < 0.3:
-            changes.append({"order": order, "layers_as_chunks": True})
-        changes.append({"order": order})
-    known = {"modules", "events", "order", "layers_as_chunks", "recipe", "other", "delay", "ranks", *RARE_FIELDS}
-    known |= {"takes_grads", "clean_start", "fit"}  # which are of `verify`: each of its cases shows one defect
-    known |= {"hidden", "freezes_first", "retain", "one_pool", "one_sample", "inference_mode"}  # those of others
-    names = [each.name for each in fields(program) if each.name not in known]
-    for name in sorted(r.sample(names, len(names)), key=lambda name: name not in wanted):
-        if name in wanted or r.random() < 0.2:
-            drawn_value = CHOICES[name](r, program) if name in CHOICES else True
-            changes.append({name: wanted.get(name) or drawn_value})
-    events = [each for each in group if each in EVENTS]
-    events += r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3))
-    begins = [{"events": (name, "step")} for name in events[:1] if r.random() < 0.4]
-    for change in changes[:3] + begins + [{"event": each} for each in events] + changes[3:]:
-        if name := change.pop("event", ""):
-            change["events"] = (*program.events[:-1], name, "step")
-            if name == "infer":
-                change["inference"] = program.inference or r.choice(("first", "after"))
-        elif "inference" in change:
-            change["events"] = (*program.events, "infer", "step")
-        changed = replace(program, **change)
-        if not broken_rule(changed):
-            program = changed
+    groups = [group.split(", ") for group in r.sample(GROUPS, r.choice((0, 1, 1, 2)))]
+    families = r.choices(
+        (TE_LAYERS, BLOCKS, ATTENTION, OPERATIONS, OTHERS), (5, 4, 1, 1, 1), k=r.choice((1, 1, 2, 3, 4))
+    )
+    drawn = tuple(map(r.choice, families if r.random() < 0.5 else families[:1] * len(families)))
+    recipes = ("bf16", *RECIPES[gpu], *RECIPES[gpu])
+    plain = Program(recipe=r.choice(recipes), other=r.choice(recipes))
+    for tried, others in ((groups, drawn), (groups, ()), (groups[:1], ()), ([], drawn), ([], ())):
+        wanted = [each.partition(" ") for group in tried for each in group]
+        named = tuple(name for name, *_ in wanted if name in MODULES)
+        program = replace(plain, modules=(*named, *others[len(named) :]) or plain.modules)
+        for name, _, value in wanted:
+            program = replace(program, **change(r, program, name, value))
+        if not broken_rule(program):
+            break
+    known = {"modules", "recipe", "other", "inference", "order", "events", "ranks", *ONLY_IN_GROUPS, *ONLY_OF_CASES}
+    known |= {name for name, *_ in wanted}
+    names = [each.name for each in fields(program) if each.name not in known and r.random() < 0.2]
+    names += ["order"] if r.random() < 0.5 and not program.order else []
+    names += r.choices(EVENTS, (6, *[1] * (len(EVENTS) - 1)), k=r.randint(0, 3))
+    for name in r.sample(names, len(names)):
+        program = if_valid(program, change(r, program, name))
+    if r.random() < 0.2:
+        program = if_valid(program, {"events": program.events[1:]})
     alone = dict.fromkeys(("layers_as_chunks", "reuse", "tuples", "delay", "wgrad_hooks", "fused"), False)
     ddp = {"hooks": "ddp", "order": (), "sends": (), "frozen": (), **alone}
     shared = r.choice(({}, {"hooks": "reduces"}, ddp, {"modules": (*OF_RANKS, *program.modules[1:])}))
-    if ranks and r.random() < 0.05 and not broken_rule(changed := replace(program, ranks=True, **shared)):
-        program = changed
-    for groups, chance in ((RARE, 1 / 7), (ORDINARY, 1 / 4), (SILENT, 1 / 5)):
-        group = r.choice(groups).split(", ") if r.random() < chance else []
-        for name, _, value in (each.partition(" ") for each in group):
-            kept = {field: getattr(program, field) for field in PLAINER}
-            plain = Program(recipe=r.choice(recipes), other=program.other, bias=program.bias)
-            for each in (program, Program(**kept), plain):
-                if changed := with_change(r, each, name, value):
-                    program = changed
-                    break
-    if r.random() < 1 / 3:  # TE alone is right about more of these programs
-        program = with_change(r, program, "takes_grads", "") or program
-    return program
+    return if_valid(program, {"ranks": True, **shared}) if ranks and r.random() < 0.05 else program
 
 
-def with_change(r: random.Random, program: Program, name: str, value: str) -> Program | None:
-    """Return a program with a module, an event or a field in addition, or None if that breaks a rule."""
-    change: dict[str, Any] = {name: int(value) if value.isdigit() else value or True}
-    if name in ("Teacher", "Router"):
-        change = {"modules": (name, *program.modules)}
-    elif name == "Fp8Output":
-        change = {"modules": (name, "linear"), "not_captured": (1,), "recipe": "delayed"}
-    elif name in MODULES:
-        change = {"modules": (name, *program.modules[1:])}
-    elif name == "order":
-        change = {"order": draw_order(r, 1, r.choice((1, 2, 3)), wgrads=False)}
-    elif name in (*EVENTS, *RARE_EVENTS, *ORDINARY_EVENTS, *SILENT_EVENTS):
-        change = {"events": (*program.events, name, "step")}
-    changed = replace(program, **change)
-    return None if broken_rule(changed) else changed
+def if_valid(program: Program, changes: dict[str, Any]) -> Program:
+    """Return the program with the changes, or without them if they break a rule."""
+    changed = replace(program, **changes)
+    return program if broken_rule(changed) else changed
+
+
+def change(r: random.Random, program: Program, name: str, value: str = "") -> dict[str, Any]:
+    """Return the fields that add an event to a program, or that set a field to a value, by default a drawn one.
+
+    The result is empty for a module.
+    """
+    if name in MODULES:
+        return {}
+    if name in (*EVENTS, *SPECIAL_EVENTS):
+        inference = {"inference": program.inference or r.choice(("first", "after"))} if name == "infer" else {}
+        return {"events": (*program.events[:-1], name, "step"), **inference}
+    if name == "order":
+        chunks = r.choice([n for n in range(1, len(program.modules) + 1) if len(program.modules) % n == 0])
+        return {"order": draw_order(r, chunks, r.choice((1, 2, 2, 3, 4)), program.delay and r.random() < 0.5)}
+    if name == "delay":
+        return {"delay": True, "takes_grads": True}
+    if value:
+        given: Any = int(value) if value.isdigit() else value
+        return {name: (given,) if isinstance(getattr(program, name), tuple) else given}
+    return {name: CHOICES[name](r, program) if name in CHOICES else True}
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:

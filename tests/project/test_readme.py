@@ -68,7 +68,6 @@ ELSEWHERE = {
     "python -m tests.explore --disable nested-autocast --scripts found": LONG,
     "python -m tests.explore --broken --programs 500 --jobs 16": LONG,
     "python -m tests.explore --programs 500 --jobs 16 --results on.jsonl": LONG,
-    "python -m tests.explore --equal on.jsonl --defects --jobs 16": LONG,
     "python examples/megatron_lm.py ~/Megatron-LM": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_lm.py ~/Megatron-LM --model hybrid": "tests/clients/test_megatron_lm_example.py",
     "python examples/megatron_bridge.py": "tests/clients/test_megatron_lm_example.py",
