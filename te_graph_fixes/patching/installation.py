@@ -159,7 +159,7 @@ def functions_of(block: CodeType, owner: str = "") -> dict[str, CodeType]:
 
 
 def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
-    """Return whether an edit is in the body of a function. Indented text inserted right below it is in the body too."""
+    """Return whether an edit is in a function's body. Indented text that is inserted right below the body is in it."""
     first, end = module.starts[first_line(node.body[0])], module.starts[cast(int, node.end_lineno) + 1]
     is_indented = edit.text.lstrip("\n")[: node.col_offset + 1].isspace()
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
@@ -262,23 +262,24 @@ class Installation:
     def _install(self, patch: FunctionPatch) -> None:
         if patch.before is None:
             owner, name = patch.qualname.split(".")
-            method = self._added_method(patch.module, owner, name)
-            # Without the imports of the module, Python compiles calls of imported names to other code.
-            getattr(method, "__func__", method).__code__ = patch.after
-            self._put(getattr(sys.modules[patch.module], owner), name, method)
+            self._put(getattr(sys.modules[patch.module], owner), name, self._added_method(patch, owner, name))
         else:
             self._put(patch.live, "__code__", patch.after)
 
-    def _added_method(self, module: str, owner: str, name: str) -> Any:
-        """Define a method in a class that has only this method. The code has the line numbers of the whole module."""
-        tree = ast.parse(self._texts[module][1])
-        tree.body = [part for part in tree.body if owner == getattr(part, "name", "") or _is_future_import(part)]
-        (definition,) = (part for part in tree.body if isinstance(part, ast.ClassDef))
+    def _added_method(self, patch: FunctionPatch, owner: str, name: str) -> Any:
+        """Define a method in a class that has only this method, and give it the code of the edited module.
+
+        Outside of its module, Python would compile it to other code, because it does not see the module's imports.
+        """
+        classes = [part for part in ast.parse(self._texts[patch.module][1]).body if isinstance(part, ast.ClassDef)]
+        (definition,) = (part for part in classes if part.name == owner)
         definition.body = [part for part in definition.body if name == getattr(part, "name", "")]
         definition.bases = definition.keywords = definition.decorator_list = []  # type: ignore[assignment]
         made: dict[str, Any] = {}
-        exec(compile(tree, _path(module), "exec", dont_inherit=True), vars(sys.modules[module]), made)
-        return vars(made[owner])[name]
+        exec(compile(ast.Module([definition], []), "", "exec"), vars(sys.modules[patch.module]), made)
+        method = vars(made[owner])[name]
+        getattr(method, "__func__", method).__code__ = patch.after
+        return method
 
     def is_live(self, name: str) -> bool:
         """Return whether the code and the support modules of a change are active."""
@@ -298,10 +299,6 @@ class Installation:
             if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
                 del sys.modules[value.__name__]
         self._attributes.clear()
-
-
-def _is_future_import(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 def _attribute(owner: Any, name: str) -> Any:
