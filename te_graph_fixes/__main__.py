@@ -37,7 +37,10 @@ def main() -> int:
 
 
 def _forget_current_folder() -> None:
-    """Search no module in the current folder, unless PYTHONPATH names it. ``python -m`` and empty entries add it."""
+    """Remove the current folder from `sys.path`, to which ``python -m`` and empty entries add it.
+
+    Keep the folder if PYTHONPATH names it.
+    """
     folder, entries = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder not in map(os.path.realpath, filter(None, entries)):
         first = [entry for entry in sys.path[: 1 + len(entries)] if entry not in ("", folder)]

@@ -53,7 +53,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
 
 def _missing(own: Report) -> dict[str, str]:
-    """Return the reasons of the fixes that are missing. Without any fix in this process, all of them are."""
+    """Return the reasons of the fixes that are missing. In a process without fixes, all fixes are missing."""
     if own.mode == "off":
         return {fix_id: fix.reason for fix_id, fix in own.fixes.items()}
     return own.missing | own.having(Status.PENDING, Status.REVERTED)
@@ -79,7 +79,7 @@ def _device(group: Any) -> str:
 
 
 def _ranks_by_record(records: bytes) -> list[list[int]]:
-    """Return the ranks of each different record. The record of most ranks comes first."""
+    """Return the ranks that sent equal records, as one list for each different record, the longest list first."""
     ranks: dict[bytes, list[int]] = {}
     size = struct.calcsize(_RECORD)
     for rank in range(len(records) // size):

@@ -31,7 +31,7 @@ OLDEST = "2.10"
 
 
 def parsed(version: str | None) -> Version | None:
-    """Return a version for comparisons; None if it is unknown or invalid."""
+    """Return a version that can be compared; None if ``version`` is None or invalid."""
     try:
         return Version(version or "")
     except InvalidVersion:
@@ -43,7 +43,7 @@ class Assessment:
     """The ``verdict`` of one fix on one source, the ``reason``, and the edits if the fix is applicable.
 
     ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
-    is not recognized. ``after`` is the fix's ``after``.
+    is not recognized. ``after`` names the fixes whose edits come first at the same place.
     """
 
     verdict: Verdict
@@ -66,8 +66,8 @@ class Fix:
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
     trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``affected_versions`` are
     the versions expected to have the bug, for example ``>=2.10,<2.17``; one bound may be absent. ``requires`` names
-    other fixes. This fix must not be applied unless each of them is applied or not needed. ``check_hints`` are
-    words in a check's mismatch that indicate this bug.
+    other fixes. This fix is applied only if each of them is applied or not needed. ``check_hints`` are words that
+    indicate this bug in the mismatches of a check.
 
     ``after`` names the fixes whose edits come first where both edit one place. All other edits at one place are
     independent (tests/patching/test_order.py).
@@ -123,7 +123,7 @@ class Fix:
         return Verdict.APPLICABLE if has_bug else Verdict.NOT_NEEDED
 
     def must_have_bug(self, version: str | None) -> bool:
-        """Return whether a version must have the bug. A pre-release must have it only if the release before has it."""
+        """Return whether a version must have the bug. A pre-release may lack a bug that the release before lacks."""
         found = parsed(version)
         before = f"{found.major}.{max(found.minor - 1, 0)}" if found and found.is_prerelease else version
         return self.expected(version) == self.expected(before) == Verdict.APPLICABLE

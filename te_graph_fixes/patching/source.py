@@ -49,7 +49,7 @@ def unrecognized(wanted: str, where: object, found: str = "none") -> Unrecognize
 class Edit(NamedTuple):
     """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``.
 
-    Equal edits that are ``shared`` by several changes are made once, before all other edits at their place.
+    If ``is_shared`` is true, equal edits of several changes are made once, before all other edits at their place.
     """
 
     module: str
