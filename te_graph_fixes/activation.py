@@ -93,16 +93,16 @@ class _Activation:
         be applied; TE is then unchanged.
         """
         settings = Settings.read(only, disable, strict)
-        if settings.off:
-            try:
-                self._start(settings)
-            except Exception:  # turning the fixes off must always work
-                print_status_line(self._report_if_off(), settings.verbose)
-            return
-        require_wrapt()
-        for text in unknown_variables():
-            _warn(text)
-        self._start(settings)
+        try:
+            if not settings.off:
+                require_wrapt()
+                for text in unknown_variables():
+                    _warn(text)
+            self._start(settings)
+        except Exception:
+            if not settings.off:  # turning the fixes off must always work
+                raise
+            print_status_line(self._report_if_off(), settings.verbose)
 
     def _start(self, settings: Settings) -> None:
         with self._lock:
