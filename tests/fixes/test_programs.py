@@ -20,6 +20,8 @@ ALSO = (
 )
 """Cases of `verify` that are wrong if their fix alone is left out."""
 PROGRAMS = {name: CASES[name] for name in ALSO} | SIMULATED
+MODULES = ("marks", "recipes", "replays", "reports")
+"""The modules of `tests.programs`."""
 QUICK = {case.fixes: case for case in reversed(PROGRAMS.values())}.values()
 """One program for each fix."""
 
@@ -59,9 +61,22 @@ def test_orders_give_what_eager_gives(module: str) -> None:
     assert [case for case, line in measured(*cases).items() if line["error"]] == []
 
 
-@pytest.mark.parametrize("module", ["recipes", "replays", "reports"])
-def test_programs_have_their_outcomes(module: str) -> None:
-    outcomes = json.loads(simulate("-m", "tests.programs", module))
+def unexpected(module: str, switch: str) -> list[str]:
+    """Return the programs of a module in `tests.programs` that have another outcome than the expected one."""
+    outcomes = json.loads(simulate("-m", "tests.programs", module, TE_GRAPH_FIXES=switch))
     assert outcomes
-    for name, (found, expected) in outcomes.items():
-        assert found == expected if expected == "equal" else expected in found, (name, found)
+    return [
+        f"{name}: {found}"
+        for name, (found, expected) in outcomes.items()
+        if found != expected and (expected == "equal" or expected not in found)
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_programs_have_the_expected_outcomes(module: str) -> None:
+    assert unexpected(module, "on") == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_programs_have_other_outcomes_without_the_fixes(module: str) -> None:
+    assert unexpected(module, "off")

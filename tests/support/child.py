@@ -108,12 +108,6 @@ def run_program(program: str, **options: Any) -> str:
     return simulate("-c", START + program, **options)
 
 
-def require_wrong(program: str, without: str) -> None:
-    """Fail unless graphs in a program differ from eager training (`tests.support.training.compare`) without a fix."""
-    done = on_simulator("-c", START + program, TE_GRAPH_FIXES_DISABLE=without)
-    assert "tensors differ" in done.stderr, done.stdout + done.stderr
-
-
 def gpu(case: Case) -> str:
     """Return the simulated GPU of a case: Hopper, or a Blackwell for the cases that Hopper cannot run."""
     if PRESWIZZLE in case.fixes:
