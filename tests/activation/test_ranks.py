@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -152,12 +150,3 @@ def test_ten_thousand_ranks() -> None:
         assert float(megabytes) < 4
     assert "(10000 in the group)" in error[0]
     assert error[1].startswith("  ranks 0-2, 4-16, 40-9998: host=")
-
-
-def test_reports_can_be_sent_and_compared() -> None:
-    report = te_graph_fixes.report()
-    assert pickle.loads(pickle.dumps(report)) == report == copy.deepcopy(report)
-    other = copy.deepcopy(report)
-    fix_id, status = next(iter(other.fixes.items()))
-    other.fixes[fix_id] = te_graph_fixes.FixStatus("failed", status.reason, status.upstream, status.targets)
-    assert other != report

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-import te_graph_fixes
 from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.source import ModuleSource, Source, first_line
 from tests.support.published import VERSIONS, examined
@@ -111,34 +109,6 @@ def decorators(module: ModuleSource) -> Insertions:
             yield module.starts[line], f"{' ' * node.col_offset}@harmless  # harmless line {line}\n"
 
 
-def renamed(module: ModuleSource) -> Insertions:
-    """Yield edits that rename functions and variables whose names this package does not use."""
-    own = {node.name for node in functions(module)} - WORDS
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef) and node.name in own:
-            yield module.text.index(node.name, module.starts[node.lineno]) + len(node.name), "_harmless"
-        elif (
-            isinstance(node, (ast.Name, ast.Attribute))
-            and (getattr(node, "id", "") or getattr(node, "attr", "")) in own
-        ):
-            yield module.span(node)[1], "_harmless"
-    for function in module.definitions.values():
-        nodes = [*ast.walk(function)] if isinstance(function, ast.FunctionDef) else []
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        fixed = {name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
-        fixed |= {node.arg for node in nodes if isinstance(node, ast.arg)} | WORDS | own
-        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)} - fixed
-        yield from ((module.span(node)[1], "_harmless") for node in names if node.id in stored)
-
-
-WORDS = {
-    word
-    for path in Path(te_graph_fixes.__file__).parent.glob("**/*.py")
-    for word in re.findall(r"\w+", path.read_text())
-}
-"""All words in the text of this package."""
-
-
 def inserted(*kinds: Callable[[ModuleSource], Insertions]) -> Kind:
     def decorators_last(each: tuple[int, str]) -> tuple[int, bool, str]:
         return each[0], "@" in each[1], each[1]
@@ -161,7 +131,6 @@ def reformatted(module: ModuleSource) -> str:
 
 KINDS: dict[str, Kind] = {
     "inserted": inserted(logs, nvtx_ranges, comments, at_line_ends, parameters, streams, decorators),
-    "renamed": inserted(renamed),
     "reformatted": reformatted,
 }
 

@@ -216,29 +216,6 @@ def test_a_wrapper_of_another_tool_stays(standin: Callable[..., StandIn], when: 
     assert package.module.Module().mangled() == ("traced", 7)
 
 
-def test_decorators_of_corrected_functions_are_not_run_again(standin: Callable[..., StandIn]) -> None:
-    text = """
-        ran = []
-
-        def decorate(function):
-            ran.append(function)
-            return function
-
-        class A:
-            @decorate
-            @staticmethod
-            def run(x, y=ran.append(1)):
-                return x
-        """
-    package = standin(textwrap.dedent(text))
-    package.module.ran.clear()
-    package.install(package.edit("A.run", "return x", "return {}['missing']"))
-    assert package.module.ran == []
-    with pytest.raises(KeyError):
-        package.module.A.run(1)
-    assert inspect.getsource(package.module.A.run).startswith("    @decorate\n    @staticmethod\n    def run(")
-
-
 def test_a_decorator_that_does_not_say_what_it_wraps_is_reported(standin: Callable[..., StandIn]) -> None:
     text = "def hide(function):\n    return lambda *args: function(*args)\n\n@hide\ndef run(x):\n    return x\n"
     package = standin(text)
