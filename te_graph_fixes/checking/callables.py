@@ -20,7 +20,8 @@ from .isolation import MARK, NotIsolatedError
 from .lifetimes import Subject
 from .reference import FIRST, EagerReference, Microbatch, Values, copied, named_outputs
 
-current: list[Check] = []  # the latest check of this process, if any
+current: list[Check] = []
+"""The latest check of this process; [] if there is none."""
 
 
 def start(options: Options) -> None:
@@ -91,14 +92,14 @@ class CheckedCallable:
         self._delayed: Microbatch | None = None
 
     def __deepcopy__(self, memo: object) -> CheckedCallable:
-        return self  # programs copy modules: a copy refers to this callable, as it would refer to a function
+        return self  # Copies of a module share this callable, as they would share a function.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._delayed, first = None, kwargs.get(FIRST)
         is_over = self._check.finished or self._reference.module.training != self._training
         if is_over or torch.cuda.is_current_stream_capturing() or not self._check.enter(self._reference, first):
             return self._replay(*args, **kwargs)
-        given = {key: kwargs[key] for key in self._keys if key in kwargs}  # in the graph's order
+        given = {key: kwargs[key] for key in self._keys if key in kwargs}  # The graph numbers its inputs in this order.
         run = self._attempt(Microbatch, self._reference, args, given, first)
         self._attempt(self._before_replay, run, "forward")
         result = self._replay(*args, **kwargs)
@@ -116,7 +117,7 @@ class CheckedCallable:
         followed = [hooks for module in run.delayed if (hooks := module.wgrad_accumulation_and_reduce_hooks)]
         with ExitStack() as stack:
             for hooks in followed:
-                hooks.insert(0, compare)  # before hooks that pass the gradients on
+                hooks.insert(0, compare)  # The hooks that follow may move the gradients.
                 stack.callback(hooks.remove, compare)
             self._replay_wgrads()
         if run.eager and followed:
@@ -128,7 +129,7 @@ class CheckedCallable:
         node = next((tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn), None)
         if node is None:
             return
-        if node.name() == "CloneBackward0":  # replay-contract clones outputs if a checkpoint may rerun a graph
+        if node.name() == "CloneBackward0":  # added by replay-contract if a checkpoint may rerun a graph
             node = node.next_functions[0][0]
         parameters = {parameter: f".grad of {name}" for name, parameter in self._reference.parameters.items()}
         leaves = [getattr(edge, "variable", None) for edge, _ in node.next_functions]
@@ -150,12 +151,12 @@ class CheckedCallable:
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
         """Compare every tensor that a replay has written: those that it ``returned`` and those elsewhere."""
-        if stream is not None:  # the graph must have written the tensors
+        if stream is not None:  # Wait until the graph has written the tensors.
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
         subjects = {x.data_ptr(): self._subject(when, name) for name, x in returned.items() if x is not None}
         self._check.lifetimes.returned |= subjects
-        if not run.eager:  # already compared
+        if not run.eager:  # The results are compared already.
             return
         values = self._reference.amaxes(when)
         for name, parameter in self._reference.parameters.items():
@@ -163,11 +164,11 @@ class CheckedCallable:
             values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
             values[f"mark {MARK} of {name}"] = bool(getattr(parameter, MARK, False))
         values |= returned
-        (eager, again), run.eager = run.eager, []  # the program may keep the output alive, and thereby ``run``
+        (eager, again), run.eager = run.eager, []  # An output that the program keeps would keep ``run`` alive.
         for name, expected in eager.items():
             is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
             if is_delayed and (values[name] is None or expected is None):
-                continue  # `backward_dw` computes it; until then eager TE may return uninitialized memory
+                continue  # `backward_dw` computes the gradient. Until then, eager TE may return uninitialized memory.
             if name in values:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 

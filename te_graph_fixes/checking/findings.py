@@ -49,7 +49,7 @@ UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", Tru
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
-_numbers = itertools.count()  # the same on all ranks
+_numbers = itertools.count()  # Each rank starts its checks in the same order, so the numbers are equal on all ranks.
 
 
 def print_line(text: str) -> None:
@@ -66,7 +66,7 @@ class Check:
         self.mismatches: list[str] = []
         self.references: list[Any] = []
         self.lifetimes = Lifetimes(self.compare)
-        self.numbers = itertools.count()  # the numbers of callables
+        self.numbers = itertools.count()  # of callables
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}
         """For each reference called in this step, the state of its parameters; None after an optimizer's step."""
@@ -75,6 +75,7 @@ class Check:
         """The largest relative error of two eager runs, by the kind of subject."""
         self._printed: set[object] = set()
         self._job: tuple[Any, int, int] = torch.distributed.HashStore(), 0, 1
+        """The store of the process group, the rank of this process, and the number of ranks."""
         self._name = f"te_graph_fixes/check {next(_numbers)}"
         self._is_child = os.environ.setdefault(JOB, str(os.getpid())) != str(os.getpid())
         self._hook = register_optimizer_step_post_hook(lambda *_: self._called.update(dict.fromkeys(self._called)))
@@ -89,7 +90,8 @@ class Check:
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]
         if reference in self._called:
             then = self._called[reference]
-            changed = then is None or any(map(operator.gt, now, then))  # an update, or a dropped gradient
+            # A parameter was updated, or its gradient was set to None.
+            changed = then is None or any(map(operator.gt, now, then))
             if changed or first or not reference.module.training:
                 self._end_step()
                 self._called.clear()
@@ -129,7 +131,7 @@ class Check:
             self._job = store, torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self._pending:
             self.totals["steps"] = self.step
-            _ = self._fixes  # of the checked steps, not of the end of the job
+            _ = self._fixes  # The summary names the fixes of the checked steps, even if the job changes them later.
         self._leave_out_changed()
         groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
         for error, subject, text in self._pending:
@@ -210,7 +212,9 @@ class Check:
         self._end_step()
         for reference in self.references:
             reference.own.clear()
-        waits = self._job[2] > 1 and threading.main_thread().is_alive()  # for other ranks
+        waits = (
+            self._job[2] > 1 and threading.main_thread().is_alive()
+        )  # The job continues, so a thread waits for the ranks.
         report = threading.Thread(target=self._report).start if waits else self._report
         report()
         return self
@@ -222,19 +226,19 @@ class Check:
         """
         store, number, size = self._job
         if self._is_child and size == 1 and not self.totals["callables"]:
-            return  # a child such as a checkpoint writer
+            return  # This process is a helper of the job, such as a writer of checkpoints.
         keys = [f"{self._name}/{rank}" for rank in range(size)]
         try:
             store.set(keys[number], json.dumps([self.totals, self._fixes]))
             while number == 0 and threading.main_thread().is_alive() and not store.check(keys):
                 time.sleep(0.2)
             if number == 0:
-                ended = hasattr(sys, "last_value")  # the process ended with an exception
+                ended = hasattr(sys, "last_value")  # An exception has ended the process.
                 store.wait(keys, timedelta(seconds=0.01 if ended else RANK_TIMEOUT_S))
                 print_stderr(f"te-graph-fixes check: not covered: {NOT_COVERED} (docs/check.md)")
                 ranks = [json.loads(store.get(key)) for key in keys]
                 print_stderr(_summary([Counter(totals) for totals, _ in ranks], [tuple(fixes) for _, fixes in ranks]))
-        except Exception as error:  # for example, the process that holds the store has ended
+        except Exception as error:  # For example, the process with the store has ended.
             text = _summary([self.totals], [self._fixes])
             reason = f"because the ranks could not exchange their counts: {error}"
             print_stderr(f"{text}; this counts only rank {number}, {reason}")

@@ -63,7 +63,7 @@ class IsolatedParameters:
         self.grads[leaf] = leaf.grad
         self._undo.callback(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
-        if hooks := leaf._backward_hooks:  # emptied in place: the handles of hooks refer to this dictionary
+        if hooks := leaf._backward_hooks:  # The handles of hooks refer to this dictionary, so it is emptied in place.
             self._undo.callback(hooks.update, dict(hooks))
             hooks.clear()
 
@@ -147,7 +147,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
         """Record no writes to the tensors ``watched``, because `JobTensors` restores these."""
         super().__init__()
-        self._ignored = _storages([*watched])  # and the storages allocated since
+        self._ignored = _storages([*watched])  # The storages that the run allocates are added.
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each written tensor and its copy, by address and layout."""
 
@@ -205,5 +205,5 @@ class JobTensors:
         """Restore all tensors without waiting for the GPU. Return the relative error that each of them had."""
         changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
-            tensor.data.copy_(copy)  # keeps the version: the job may have saved the tensor for a backward
+            tensor.data.copy_(copy)  # The version is unchanged, because a backward of the job may need the tensor.
         return changes

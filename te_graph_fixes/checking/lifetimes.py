@@ -40,7 +40,8 @@ class Lifetimes:
         self._compare = compare
         self.returned: dict[int, Subject] = {}
         """The tensors returned by graphs, by address. A ``.grad`` may be one of them."""
-        self._batch: list[tuple[Subject, torch.Tensor]] = []  # sends of a batch, which returns its handle at its end
+        self._batch: list[tuple[Subject, torch.Tensor]] = []
+        """The sends of a batch. They have no handle before the end of the batch."""
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
         """The receiver and the tensors being sent, by handle, in the order of the sends."""
         self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []

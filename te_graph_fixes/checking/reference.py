@@ -28,7 +28,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Man
 from .isolation import MARK, IsolatedParameters, JobTensors, NotIsolatedError, State, Writes
 
 FIRST = "is_first_microbatch"
-RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # in the FP8 state of modules that a checkpoint runs again
+RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # a key in the FP8 state of modules that a checkpoint runs again
 REGISTER = "add_fp8_tensors_to_global_buffer"  # called on TE's manager by modules with delayed scaling
 NO_CACHES: dict[str, Any] = {
     "_fp8_workspaces": {},
@@ -220,10 +220,10 @@ class EagerReference:
             for module in self.own:
                 object.__setattr__(module, "__dict__", self._dictionary(module, run))
             self._enter_autocasts(stack)
-            for client in _megatron_flags():  # layers of Megatron-Core do less in a capture
+            for client in _megatron_flags():  # In a capture, layers of Megatron-Core run only a part of their code.
                 stack.callback(setattr, client, FLAG, getattr(client, FLAG))
                 setattr(client, FLAG, True)
-            hooks: Any = torch._C._autograd  # hooks of a surrounding checkpoint count saved tensors
+            hooks: Any = torch._C._autograd  # The hooks of a surrounding checkpoint would count our saved tensors.
             while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
                 hooks._pop_saved_tensors_default_hooks()
                 stack.callback(hooks._push_saved_tensors_default_hooks, *pair)

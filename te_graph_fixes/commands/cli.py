@@ -199,7 +199,8 @@ def _bake_in_place(source: Source, where: str) -> str:
 
 def _import_problem() -> str:
     """Import the installed TE, with every edited module, in a new process. Return the error; "" if there is none."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; import {PACKAGE}"  # without the current folder
+    # Our own path lacks the current folder, which `python -c` would add.
+    program = f"import sys; sys.path[:] = {sys.path!r}; import {PACKAGE}"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
@@ -261,7 +262,7 @@ def _issue(options: argparse.Namespace) -> int:
 def _installed(name: str) -> str:
     try:
         return importlib.metadata.version(name)
-    except Exception:  # not installed, or its metadata is broken
+    except Exception:  # The package is not installed, or its metadata is broken.
         return "-"
 
 
@@ -280,7 +281,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _decision(options: argparse.Namespace, settings: Settings | None = None) -> Decision:
     """Return the decision for the TE in the options. If ``settings`` is None, read them from the environment."""
-    settings = settings or _settings()  # errors in the settings are reported first
+    settings = settings or _settings()  # before the source is read, so errors in the settings are reported first
     return decide(read(_source(options)), settings)
 
 

@@ -127,7 +127,8 @@ def explain(fix: Fix) -> Iterator[str]:
     if dependent := [other for other in CATALOGUE if fix.id in with_required([other]) - {other}]:
         rows["disable"] += f"\n{'':11}also disables {', '.join(dependent)}, which depend on it"
     module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
-    _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")  # without the title and the links
+    # The first two paragraphs are the title and the links.
+    _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
     yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)

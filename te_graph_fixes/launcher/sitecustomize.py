@@ -14,4 +14,4 @@ except ImportError as error:
     if error.name != "sitecustomize":
         raise
     sys.modules["sitecustomize"] = ours
-te_graph_fixes_run.start()  # again, because the user's module may have replaced `sys.meta_path`
+te_graph_fixes_run.start()  # The user's module may have replaced `sys.meta_path`.

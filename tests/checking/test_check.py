@@ -298,12 +298,12 @@ dist.init_process_group("gloo", rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 for layer in layers:
     shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
-    shards._is_param = True  # as torch.nn.Parameter does, whose dispatch the simulator does not have
+    shards._is_param = True  # as torch.nn.Parameter does. The simulator lacks its dispatch.
     layer.register_parameter("shards", shards)
 """
 OVERLAPPED = """
 for layer in layers:
-    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # the buffers themselves take several GPUs
+    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # Real buffers need several GPUs.
     layer.idle.ub_bulk_wgrad = True
 """
 
@@ -476,8 +476,8 @@ order = [1, 2, 1, 2, -2, -1, -2, -1]
 reuse = {"_order": order, "_num_layers_per_chunk": [1, 1], "_reuse_graph_input_output_buffers": True}
 
 def train(wait, later):
-    # Rank 0 sends a gradient to the other rank after the backward of callable 2, and waits for it after that of `wait`
-    # or, with `later`, for a later send.
+    # Rank 0 sends a gradient to the other rank after the backward of callable 2. It waits for this send after the
+    # backward of callable `wait`. If `later` is true, it also waits for a later send.
     layers = [te.Linear(32, 32, **options) for _ in range(2)]
     samples = [(sample(),) for _ in range(4)]
     graphed = te.make_graphed_callables(tuple(layers), samples, sample_kwargs=[{} for _ in range(4)], **reuse)
@@ -505,14 +505,14 @@ def train(wait, later):
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
 
-train(0, False)  # checked, as the environment asks for it
+train(0, False)  # The environment starts this check.
 te_graph_fixes.check(2)
 train(1, True)
 te_graph_fixes.deactivate()
 te_graph_fixes.activate(disable=["grad-input-lifetime", "leaf-grad-lifetime"])
 te_graph_fixes.check(3)
 train(1, False)
-dist.destroy_process_group()  # in the last step that is to be checked
+dist.destroy_process_group()  # The check is still in its last step.
 """
 
 

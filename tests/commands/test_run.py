@@ -129,7 +129,7 @@ def test_a_job_that_lacks_a_fix_ends_with_an_error(run: Run) -> None:
     )
     done = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_DISABLE="", TE_GRAPH_FIXES_STRICT="0")
     assert (done.returncode, done.stdout) == (0, "True\n")
-    assert "<string>:1: TEGraphFixesWarning: " in done.stderr  # the line of the program
+    assert "<string>:1: TEGraphFixesWarning: " in done.stderr  # The warning names the line of the program.
 
 
 def test_an_unknown_variable_stops_no_job(run: Run) -> None:
@@ -321,7 +321,7 @@ def test_what_cannot_be_started(run: Run, command: str, status: int, message: st
     assert found.returncode == status
     assert message in found.stderr
     assert "Traceback" not in found.stderr
-    assert found.stdout == "exit 1\n" * ("--print-env" in words)  # so that `eval` ends the script
+    assert found.stdout == "exit 1\n" * ("--print-env" in words)  # This line ends a script that calls `eval`.
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:

@@ -313,7 +313,7 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
     def use(x: Any) -> Any:
         x = x * module.scale
-        if x.requires_grad:  # not in the first forward of a checkpoint
+        if x.requires_grad:  # It needs none in the first forward of a checkpoint.
             x.register_hook(add)
         return x
 
