@@ -80,6 +80,7 @@ class FirstMicrobatches:
         """The modules whose forward does not clear a mark that is True."""
         self._caches_weights = caches_weights
         self._needs_flags = True
+        self._flags: dict[Any, GraphFlags] = {}
 
     def restore(self) -> None:
         """Restore the marks, which the warmup has cleared, except marks that are plain attributes of a class.
@@ -109,7 +110,7 @@ class FirstMicrobatches:
         owners = [module for module in _modules(function) if module in self.marks]
         flags = None
         if self._needs_flags and not self._caches_weights:
-            flags = GraphFlags(owners, self)
+            flags = self._flags[replay] = GraphFlags(owners, self)
             replay.add("forward prepare", "fill flags of modules", flags.fill)
         elif not self._caches_weights and _takes_marks(function):
             replay.add("forward check", "require first microbatch", _refuse_reuse)
@@ -121,8 +122,11 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
-        """Make a recomputation reuse the weights of its forward, unless it is told that it is a first one."""
-        with self._without_shared_flag(state, None, in_backward=True) as as_first:
+        """Make a recomputation reuse the weights of its forward.
+
+        If it is told that it is a first microbatch, it reads its flags, which still have the values of its forward.
+        """
+        with self._without_shared_flag(state, self._flags.get(replay), in_backward=True) as as_first:
             yield
         if as_first:
             replay.add("backward check", "require first microbatch", as_first.check)
@@ -155,7 +159,7 @@ class _AsFirst:
     """
 
     def __init__(self, owners: dict[Any, Any], in_backward: bool) -> None:
-        self._owners, self._in_backward = owners, in_backward
+        self._owners, self.in_backward = owners, in_backward
         self._training: set[Any] = set()
         self._always: set[Any] = set()
 
@@ -167,7 +171,7 @@ class _AsFirst:
         if flag is None and _scales_are_delayed() and _quantizes_weights(module):
             self._always.add(owner)
         if torch.is_grad_enabled() and _fuses_wgrads(module):
-            (self._always if self._in_backward else self._training).add(owner)
+            (self._always if self.in_backward else self._training).add(owner)
 
     def __bool__(self) -> bool:
         """Return whether a replay depends on marks."""
@@ -269,7 +273,8 @@ def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
     listener = getattr(_thread, "listener", None)
     as_first = getattr(_thread, "as_first", None)
     flag: torch.Tensor | None = None
-    if listener is not None and FP8GlobalStateManager.is_fp8_enabled():
+    reuses_weights = as_first is not None and as_first.in_backward and not is_first
+    if listener is not None and not reuses_weights and FP8GlobalStateManager.is_fp8_enabled():
         flag = listener.flag_of(module, is_first)
     if is_first and as_first is not None:
         as_first.note(module, flag)

@@ -34,7 +34,7 @@ from .scripts import as_python, script
 REFUSED = {
     r"captured for": "a graph's arguments are not those of its samples",
     r"returns a quantized tensor": "an FP8 output of a graph",
-    r"captured with is_first_microbatch=True": "marks that stay True, with fused wgrads or checkpoints",
+    r"captured with is_first_microbatch=True": "marks that stay True, with fused wgrads",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
 """Messages of documented refusals: no finding."""

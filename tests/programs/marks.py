@@ -292,7 +292,7 @@ def kept_mark(name, where, fused, recomputes, count, capture):
 PLACES = [*itertools.product((None, "delayed"), ("itself", "submodule", "outer", "keyword")), ("current", "itself")]
 for (name, where), fused, recomputes, count in itertools.product(PLACES, FLAGS, FLAGS, (1, 3)):
     is_marked = where != "keyword"
-    raises = count == 3 and ((is_marked and fused) or (name == "delayed" and (recomputes or not is_marked)))
+    raises = count == 3 and (fused if is_marked else name == "delayed")
     case = name, where, fused, recomputes, count
     PROGRAMS[f"kept_mark, {case}"] = partial(kept_mark, *case), "is_first_microbatch" if raises else "equal"
 
