@@ -1,1 +1,1 @@
-"""A small MoE model trained through TransformerEngine's own graph code on the CPU, without and with the fixes."""
+"""A demo that trains a small MoE model through TransformerEngine's graphs on the CPU, without and with the fixes."""

@@ -1,6 +1,6 @@
 """``python -m tests.demo.train eager|graphs STEPS FILE``: train a dense layer and experts in FP8.
 
-Prints a ``#`` for each step. FILE then holds the loss, the outputs and the gradients of each step.
+The program prints a ``#`` for each step, and stores the loss, the outputs and the gradients of each step in FILE.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAM = Program(
     fit=True,
     microbatches=3,
 )
-"""Each step has the same inputs; its loss is the squared distance to targets."""
+"""All steps have the same inputs. The loss is the mean squared difference between the outputs and targets."""
 RATE = 1.0
 
 
