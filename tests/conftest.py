@@ -2,7 +2,7 @@
 
 ``--part te`` runs the modules with ``pytestmark = pytest.mark.te``, which need torch and TE. ``--part text`` runs all
 others. The modules are read, not imported. Without the option everything runs, but only the part ``text`` if torch is
-missing. ``--te VERSION``, which may be given several times, has tests with ``tried_te`` use that published TE instead
+missing. ``--te VERSION``, which may be given several times, makes tests with ``tried_te`` use that published TE instead
 of the installed one. ``--dist loadgroup`` leaves all tests of a version to one process, so that each process reads
 other sources.
 """
@@ -41,7 +41,7 @@ def tried_te(request: pytest.FixtureRequest) -> published.TE:
 
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command in this process."""
+    """Return a function that runs a command in this process."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         capfd.readouterr()  # the output of earlier child processes

@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 
 
 def write(folder: Path, *versions: str) -> None:
-    """Write the patches, and ``SHA256SUMS`` for ``sha256sum --check``."""
+    """Write the patches for these versions, and ``SHA256SUMS`` for ``sha256sum --check``."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = ""
     for version in versions:

@@ -41,7 +41,7 @@ CONTAINERS = (
 
 
 def upstream() -> str:
-    """List the fixes whose bug TE has fixed itself, and those whose bug has a public report."""
+    """Return, as Markdown, the fixes whose bug TE has fixed itself, and those whose bug has a public report."""
     fixed = [f"`{fix.id}` in {fix.merged} ({_links(fix)})" for fix in CATALOGUE.values() if fix.merged]
     reported = [f"`{fix.id}` ({_links(fix)})" for fix in CATALOGUE.values() if fix.upstream and not fix.merged]
     others = len(CATALOGUE) - len(fixed) - len(reported)
@@ -56,7 +56,7 @@ def _links(fix: Fix) -> str:
 
 
 def containers() -> str:
-    """List the containers with the number of fixes that PyPI's release of their TE needs."""
+    """Return a table of containers with the number of fixes that PyPI's release of their TE needs."""
     lines = ["| container | TE | needed fixes | source of the version |", "|---|---|---|---|"]
     for name, version, known_from in CONTAINERS:
         release = version.partition("+")
@@ -71,7 +71,7 @@ def _name(link: str) -> str:
 
 
 def size() -> str:
-    """Count the lines and modules that the fixes change in one version of TE."""
+    """Return a sentence with the numbers of lines and modules that the fixes change in one version of TE."""
     path = source(SHOWN)
     diff = python("-m", "te_graph_fixes", "diff", "--source", path).stdout
     files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if MANIFEST not in text]
@@ -96,14 +96,14 @@ def model() -> str:
 
 
 def address() -> str:
-    """Return the address for bug reports."""
+    """Return a sentence with the address for bug reports."""
     url = urls()["Issues"]
     nowhere = "whoever gave you the package: the project has no public address yet"
     return f"Reports go to {nowhere if '.invalid/' in url else url}."
 
 
 def urls() -> dict[str, str]:
-    """Read the project's addresses from pyproject.toml, the only place that has them."""
+    """Return the project's addresses by name, from pyproject.toml, the only file that has them."""
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split("[project.urls]\n", 1)[1].split("\n[", 1)[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))

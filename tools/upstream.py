@@ -80,9 +80,9 @@ def changed_files(source: Source, changes: Mapping[str, Assessment], header: str
 
 
 def with_imports_at_top(text: str, changes: Mapping[str, Assessment]) -> str:
-    """Move the imports of support modules from functions to the top of a module, as in TE's own code.
+    """Return the text with the imports of support modules moved from functions to the top, as in TE's own code.
 
-    An import stays in its function if the support module imports TE itself: that may be a cycle.
+    An import stays in its function if the support module imports TE itself, because that may be a cycle.
     """
     independent = [
         name.rpartition(".")[2]
@@ -100,7 +100,7 @@ def with_imports_at_top(text: str, changes: Mapping[str, Assessment]) -> str:
 
 
 def with_test(tests: str, test: str) -> str:
-    """Append the functions and classes of a test, and add the imports that the file lacks."""
+    """Return the file of tests with another test appended, and with the imports that it lacks."""
     tree, theirs = ast.parse(test), ast.parse(tests)
     known = {name.asname or name.name for node in theirs.body for name in getattr(node, "names", ())}
     imports = [
@@ -121,7 +121,7 @@ def with_test(tests: str, test: str) -> str:
 
 
 def diff(path: str, before: str, after: str) -> str:
-    """Return a unified diff with git's names, or nothing if the texts are equal."""
+    """Return a unified diff with git's names, or an empty text if the texts are equal."""
     if before == after:
         return ""
     old = f"a/{path}" if before else "/dev/null"

@@ -1,4 +1,4 @@
-"""Captures with ``num_warmup_iters=0``: an evaluation runs no warmup, as its caller asks; on the simulator."""
+"""Test captures with ``num_warmup_iters=0`` on the simulator. A capture for evaluation runs no warmup."""
 
 from __future__ import annotations
 

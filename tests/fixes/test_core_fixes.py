@@ -1,7 +1,7 @@
 """The first three bugs on the simulator: the steps that are wrong without the fixes are those of an H200.
 
-The cases are those of ``python -m tests.verify``: three steps of three microbatches through one graph, the wgrad fused
-into ``main_grad``, an optimizer step between steps.
+Each case of ``python -m tests.verify`` runs three steps of three microbatches through one graph. The wgrad is fused
+into ``main_grad``, and an optimizer step follows each step.
 """
 
 from __future__ import annotations

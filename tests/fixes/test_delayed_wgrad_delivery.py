@@ -1,4 +1,4 @@
-"""``delayed-wgrad-delivery`` on the simulator: a replayed `backward_dw` does to ``.grad`` what TE's eager one does."""
+"""Test on the simulator that a replayed `backward_dw` changes ``.grad`` like TE's eager `backward_dw`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ print(json.dumps(left))
 
 
 def nodes(setting: str) -> list[bool]:
-    """Return for each captured forward whether an autograd node of the warmup is still alive then."""
+    """Return, for each captured forward, whether an autograd node of the warmup still exists in the capture."""
     return json.loads(run_program(f"ORDER = {ORDER}{NODES}", TE_GRAPH_FIXES=setting).splitlines()[-1])
 
 
@@ -121,7 +121,7 @@ print(json.dumps({" ".join(map(str, each)): train(*each, os.environ["GRAPHED"] =
 
 
 def trainings(setting: str, graphed: str) -> dict[str, list[str | None]]:
-    """Return the gradients after each microbatch of each program, as digests."""
+    """Return digests of the gradients after each microbatch, by program. A missing gradient is None."""
     output = run_program(TRAININGS, TE_GRAPH_FIXES=setting, GRAPHED=graphed)
     found: dict[str, list[str | None]] = json.loads(output.splitlines()[-1])
     return found

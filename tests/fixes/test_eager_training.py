@@ -19,12 +19,12 @@ QUICK = {"hopper": "2/15", "blackwell": "1/14", "blackwell-rtx": "3/16"}
 
 
 def is_capture_only(module: str, name: str) -> bool:
-    """Return whether only captures and replays run a function. TE's ``graph.py`` alone calls `make_weak_ref`."""
+    """Return whether only captures and replays run a function. TE calls `make_weak_ref` only in ``graph.py``."""
     return module.endswith(".graph") or name == "make_weak_ref"
 
 
 def edited() -> list[tuple[str, str]]:
-    """Return module and name of the functions that run in eager training too."""
+    """Return module and name of the edited functions that also run in eager training."""
     source, _ = published.examined("installed")
     needed = published.needed("installed")
     patches = compile_patches(source, needed, patched(source, needed))
@@ -34,7 +34,7 @@ def edited() -> list[tuple[str, str]]:
 
 @functools.cache
 def outcome(switch: str, gpu: str, part: str) -> list[Any]:
-    """Return the programs with digests of their operations and results, and the edited functions that ran."""
+    """Return each program with digests of its operations and results, and last the edited functions that ran."""
     functions = json.dumps(edited() if switch == "on" else [])
     program = ("-m", "tests.support.eager_training", functions, part)
     lines = simulate(*program, imported=(), TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu).splitlines()

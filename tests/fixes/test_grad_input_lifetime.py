@@ -47,7 +47,7 @@ def stages(draw: st.DrawFn) -> Stage:
 
 
 def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
-    """Map the position of each dgrad to the position of the entry before which its grad input is released."""
+    """Return, by the position of each dgrad, that of the entry before which its grad input is released."""
     microbatches = sum(entry == 1 for entry in order)
     first = [microbatches * before for before in accumulate(layers, initial=0)]
     seen = [0] * len(layers)
@@ -71,8 +71,8 @@ def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
     """Return the entry before which Megatron has read each grad input, for known model chunks.
 
-    The layer below reads it at the next dgrad. What leaves a model chunk is sent, and waited for when all of the step
-    that holds the next model chunk's backward is issued: its dgrads and its forwards, but not its last wgrad.
+    The layer below reads it at the next dgrad. A gradient that leaves a model chunk is sent. Megatron waits for it
+    after the dgrads and forwards, but before the last wgrad, of the step with the next model chunk's backward.
     """
     place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]

@@ -42,5 +42,5 @@ assert "ImportError: cannot import name 'NAME'" in reason, reason
     ],
 )
 def test_only_the_fixes_that_need_a_missing_name_fail(name: str, failed: list[str]) -> None:
-    """The fixes that require them fail, too, at the import of TE and not in the middle of a capture."""
+    """They fail together with the fixes that require them, when TE is imported and not in the middle of a capture."""
     assert simulate("-c", PROGRAM.replace("NAME", name), imported=()).split() == failed

@@ -1,4 +1,4 @@
-"""``nvfp4-weight-preswizzle``: cached weights cross between eager calls and graphs on a simulated RTX Blackwell."""
+"""Test that eager calls and graphs use each other's cached NVFP4 weights on a simulated RTX Blackwell."""
 
 from __future__ import annotations
 

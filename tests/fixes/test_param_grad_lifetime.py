@@ -1,6 +1,6 @@
 """Test the copies of ``param-grad-lifetime`` at a replay, on the simulator.
 
-The cases of `verify` say that the values are right.
+The cases of `verify` compare the values.
 """
 
 from __future__ import annotations

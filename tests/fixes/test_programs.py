@@ -1,4 +1,4 @@
-"""Programs on the simulator: those of `verify`'s driver, and those of `tests.programs`."""
+"""Test programs on the simulator: those of `verify`'s driver, and those of `tests.programs`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_the_fixes_they_differ(program: Case) -> None:
 
 @pytest.mark.parametrize("module", ["layernorm_linear", pytest.param("grouped_linear", marks=pytest.mark.full)])
 def test_orders_give_what_eager_gives(module: str) -> None:
-    """With delayed wgrads: `backward-dw-order`."""
+    """All modules delay their wgrads, so `backward-dw-order` is needed."""
     orders = [order for order in [*NAMED.values(), *random_orders(4, 4)] if len(order) < 30]
     options = {"delay": True, "bias": True, "takes_grads": True}
     cases = []
@@ -62,7 +62,7 @@ def test_orders_give_what_eager_gives(module: str) -> None:
 
 
 def unexpected(module: str, switch: str) -> list[str]:
-    """Return the programs of a module in `tests.programs` that have another outcome than the expected one."""
+    """Return the programs of a module in `tests.programs` that have another outcome than expected, each with it."""
     outcomes = json.loads(simulate("-m", "tests.programs", module, TE_GRAPH_FIXES=switch))
     assert outcomes
     return [

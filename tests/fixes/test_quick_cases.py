@@ -1,4 +1,4 @@
-"""Each fix on the installed TransformerEngine (TE): its quick cases are wrong without it, and bit-identical with it."""
+"""Test that the quick cases of each fix are wrong without it, and bit-identical with it, on the installed TE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 @functools.cache
 def results(switch: str, gpu_name: str) -> dict[str, Any]:
-    """Run the quick cases of all needed fixes, and return the results by the name of the case."""
+    """Return the results of the quick cases of all needed fixes, by the name of the case."""
     cases = [case for case in CASES.values() if case.quick and {*NEEDED} & {*case.fixes} and gpu(case) == gpu_name]
     return measured(*cases, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu_name)
 

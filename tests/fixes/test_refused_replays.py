@@ -1,4 +1,4 @@
-"""The steps of a replay: a refusal by any check changes no state, and only declared orders of steps matter."""
+"""Test the steps of a replay: a check that raises changes no state, and only declared orders of steps matter."""
 
 from __future__ import annotations
 

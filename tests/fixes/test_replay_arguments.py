@@ -1,4 +1,4 @@
-"""Replays with other arguments than the samples compute the eager numbers or raise an error, on the simulator."""
+"""Test on the simulator that replays with other arguments than the samples are correct or raise an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Module(torch.nn.Module):
         return self.function(self.linear, *args, **kwargs)
 
 def train(graphed, forward, sample, arguments, learn=True, **options):
-    # Three steps of a trained layer behind a module. Returns outputs, their requires_grad, and gradients.
+    # Train a layer behind a module for three steps. Return outputs, their requires_grad, and gradients.
     torch.manual_seed(1)
     module, last = Module(forward), linear()
     module.train(learn)
@@ -72,7 +72,7 @@ for forward in (teacher, router):
     for grad in (False, True):
         compare(train, forward, lambda: (random(grad=False),), lambda: (random(grad=grad),))
 
-# None is no output that needs no gradient.
+# None is not an output that needs no gradient.
 module = Module(lambda linear, x: (linear(x), None, x.detach() + 1))
 output, none, detached = te.make_graphed_callables(module, (random(),))(random())
 assert (output.requires_grad, none, detached.requires_grad) == (True, None, False)

@@ -1,6 +1,6 @@
 """Test that programs which break a replay precondition compute correct numbers or raise an error.
 
-On the simulator; the programs are those of ``python -m tests.verify``.
+Most programs are cases of ``python -m tests.verify``. All run on the simulator.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ UNAFFECTED = {
 
 @functools.cache
 def run(disable: str) -> dict[str, Any]:
-    """Return the measurements of the cases in a child process on the simulator."""
+    """Return the measurements of the cases by name, from a child process on the simulator."""
     cases = ALONE if disable else CONTRACT
     done = on_simulator("-m", "tests.verify.child", *cases, TE_GRAPH_FIXES_DISABLE=disable)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -357,7 +357,7 @@ NEXT = "in the next step"
 
 
 def test_a_change_raises_at_once() -> None:
-    """It also raises within a step, with any mark of the microbatch."""
+    """The replay also raises an error within a step, with any mark of the microbatch."""
     found = run_program(LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
@@ -548,7 +548,7 @@ print(number, len({*texts}))
 
 @pytest.mark.parametrize("changed", ["", "changed"])
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
-    """This holds if the text of a support module changes, too. Captures while deactivated are TE's own."""
+    """This is so even if the text of a support module changes. Captures while deactivated are TE's own."""
     number, texts = map(int, run_program(ACTIVATIONS.replace("CHANGED", changed)).split())
     assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
     assert (texts > 9) == bool(changed)
@@ -571,7 +571,7 @@ class Single(torch.nn.Linear):
         return self
 
 class Witness:
-    # is copied with its module, and looks whether that has its graph meanwhile
+    # An attribute that is copied with its module, and prints whether the module has its graph meanwhile.
     def __init__(self, module):
         self.module = module
 
@@ -751,7 +751,7 @@ for action in ("error", "error", "default", "error"):
 
 
 def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
-    """It is raised until it was shown as a warning."""
+    """Each replay raises the warning until it was once shown as a warning."""
     assert run_program(WARNED).count("\n") == 2
 
 
@@ -930,7 +930,7 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
     ],
 )
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
-    """Recomputed by hooks or by an autograd function, also with hooks of activation offloading inside or outside."""
+    """Checkpoints recompute by hooks or by an autograd function, also with activation offloading in or around them."""
     assert run_program(CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
 
 

@@ -1,4 +1,4 @@
-"""Each edit of each fix is needed: without it, a case of `verify` has another result, or uses more memory.
+"""Test that each edit of each fix is needed, because a case has another result or uses more memory without it.
 
 `tests.support.single_edits` has programs for edits that change neither.
 """

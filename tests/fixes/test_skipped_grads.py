@@ -1,6 +1,6 @@
 """Test that the grad of a parameter with ``skip_backward_post_hook`` is never copied, as TransformerEngine documents.
 
-Whoever sets the attribute manages the grad's lifetime, and may hold its address: every replay gives the same storage.
+A program that sets the attribute may keep the grad's address, so every replay must use the same storage.
 """
 
 from __future__ import annotations

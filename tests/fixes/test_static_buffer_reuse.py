@@ -1,4 +1,4 @@
-"""``static-buffer-reuse``: inputs that several samples share."""
+"""Test ``static-buffer-reuse`` with inputs that several samples share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIX = "static-buffer-reuse"
 
 @pytest.mark.parametrize("setting", ["on", FIX])
 def test_constants_stay_as_the_caller_passes_them(setting: str) -> None:
-    """No static input of another layer or microbatch may share their memory, in an order without wgrads either."""
+    """No static input of another layer or microbatch may share their memory, even in an order without wgrads."""
     found = json.loads(simulate("tests/support/shared_constants.py", TE_GRAPH_FIXES=setting).splitlines()[-1])
     assert set(found.values()) == {0.0}, found
 

@@ -42,7 +42,7 @@ VENDORS: dict[str, tuple[str, Callable[[str], str]]] = {
 
 
 def with_change(version: str, vendor: str, folder: Path) -> Path:
-    """Return a published TE with a vendor's change."""
+    """Return the folder of a published TE with a vendor's change."""
     shutil.copytree(source(version), folder, dirs_exist_ok=True)
     name, change = VENDORS[vendor]
     file = folder / "transformer_engine" / "pytorch" / name

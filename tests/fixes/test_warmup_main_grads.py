@@ -1,4 +1,4 @@
-"""``warmup-main-grads`` on the simulator: the effect of the user's warmup hooks on ``main_grad`` lasts."""
+"""Test on the simulator that the effect of the user's warmup hooks on ``main_grad`` lasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print a line of JSON with the outcome of each program, and the expected one, by name."""
+"""Print, as a line of JSON, the outcome and the expected outcome of each program by its name."""
 
 from __future__ import annotations
 

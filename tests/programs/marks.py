@@ -98,7 +98,7 @@ class RenamedPolicy(Policy):
 
 
 def own_caches(policy, kind, warmup, capture):
-    """Change the weights before each step. A graph keeps those of an earlier call exactly if its module does."""
+    """Change the weights before each step. A graph uses the FP8 weights of an earlier call only if its module does."""
     module, options, x = policy(kind).eval(), options_of("current"), random(grad=False)
     with torch.no_grad():
         if policy is not RenamedPolicy:

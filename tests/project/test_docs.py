@@ -1,4 +1,4 @@
-"""The site of docs/ builds with every page in a menu; a broken link is an error (`tox run -e docs`)."""
+"""Test that the site of docs/ has every page in a menu, and that a broken link is an error (`tox run -e docs`)."""
 
 from __future__ import annotations
 

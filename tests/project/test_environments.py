@@ -1,4 +1,4 @@
-"""tox.ini selects every test: a module that no environment runs would pass for ever."""
+"""Test that tox.ini selects every test, because a module that no environment runs would never fail."""
 
 from __future__ import annotations
 

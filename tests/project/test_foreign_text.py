@@ -1,4 +1,4 @@
-"""At most five lines of TransformerEngine (TE) in a row are in this repository, without comments and blank lines."""
+"""Test that the repository contains at most five lines of code of TransformerEngine (TE) in a row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts_of_te() -> set[str]:
 
 
 def copied(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Return the files that contain runs of TE's lines, with the first line of each run."""
+    """Return the files that contain runs of TE's lines, with the first line of each run; {} if there are none."""
     ours: dict[tuple[str, ...], list[str]] = {}
     for name, text in texts.items():
         for run in runs(text):

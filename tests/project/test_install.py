@@ -1,4 +1,4 @@
-"""The pages about installing and starting the package: images.md, install.md, launchers.md."""
+"""Test the pages about installing and starting the package: images.md, install.md, launchers.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_command_exists(name: str) -> None:
 
 
 def test_images_shows_the_figures_of_nemo_26_04() -> None:
-    """Its TE is a build of 2.14.0. The test reads PyPI's 2.14.0 instead."""
+    """The TE of this container is a build of 2.14.0. The test reads PyPI's 2.14.0 instead."""
     page = (DOCS / "images.md").read_text()
     verdicts = needed("2.14.0")
     modules = {name for verdict in verdicts.values() for name in verdict.targets}
@@ -73,7 +73,7 @@ print(*map(os.environ.get, names), checked, "te_graph_fixes" in sys.modules, *sy
     "script", SCRIPTS, ids=["check", "training", "check in a container", "training in a container"]
 )
 def test_a_slurm_script(script: str, tmp_path: Path) -> None:
-    """It runs with stand-ins for Slurm, pyxis and TE. Two ranks get the variables, and the fixes are active in them."""
+    """The script runs with stand-ins for Slurm, pyxis and TE. Two ranks get the variables and the fixes."""
     path = f"{tmp_path / 'site'}:{ROOT}"
     files = {
         "bin/srun": SRUN.format(python=sys.executable, path=path),
@@ -102,6 +102,6 @@ def test_a_slurm_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--export", "--container-env"])
 def test_lists_of_variables_are_complete(option: str) -> None:
-    """They name every variable that `run` sets."""
+    """The lists name every variable that `run` sets."""
     lists = re.findall(rf"{option}=([A-Z_,]+)", (DOCS / "launchers.md").read_text())
     assert {*variables(), *VARIABLES} <= {*max(lists, key=len).split(",")}

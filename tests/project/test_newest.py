@@ -1,4 +1,4 @@
-"""`tools.newest` on a repository of two commits with published TransformerEngines (TE)."""
+"""Test `tools.newest` on a repository with a commit for each of two published TransformerEngines (TE)."""
 
 from __future__ import annotations
 

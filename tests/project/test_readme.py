@@ -1,4 +1,4 @@
-"""The pages of the project: their commands run, their figures agree, and their links and tables are current."""
+"""Test that the commands on the pages run, that their numbers agree, and that their links and tables are current."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ELSEWHERE = {
 def commands(page: Path) -> list[str]:
     """Return the lines of ``console`` blocks that begin with a prompt, without their comments.
 
-    A checkout that is not installed stands for the command: `test_readme_s_commands_need_no_installation` runs it.
+    A command that runs the package from a checkout is replaced by the installed command.
     """
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [line[2:] for block in blocks for line in block.splitlines() if line[:2] == "$ "]
@@ -325,7 +325,7 @@ def test_symptoms_names_every_fix_and_its_versions() -> None:
 
 
 def united(versions: list[str]) -> str:
-    """Join ranges such as ``2.10 to 2.16`` and ``2.15 to main`` to the one from the first to the last version."""
+    """Return the range from the first to the last version of ranges such as ``2.10 to 2.16`` and ``2.15 to main``."""
     ends = [(text.split(" to ")[0], text.split(" to ")[-1]) for text in versions]
     order = lambda end: 99 if end == "main" else int(end.split(".")[1])  # noqa: E731
     first, last = min((end[0] for end in ends), key=order), max((end[1] for end in ends), key=order)

@@ -36,7 +36,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def build(folder: Path, umask: int = 0o022) -> Path:
-    """Build the sdist and from it the wheel, from a copy of what git tracks."""
+    """Build the sdist, and from it the wheel, in a copy of the tracked files. Return their folder."""
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
@@ -176,7 +176,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
-    """The environment is that of a container without network: one folder of wheels, and an installed TE."""
+    """The environment is like a container without network: it has a folder of wheels, and an installed TE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True

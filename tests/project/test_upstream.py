@@ -1,4 +1,4 @@
-"""The reports to TransformerEngine (TE): each test fails without its patch and passes with it."""
+"""Test the reports to TransformerEngine (TE): the test of each report fails without its patch and passes with it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def apply_patches(checkout: Path, *patches: Path) -> None:
 
 
 def required_patches(report: Path) -> list[str]:
-    """Return the fixes that the first line of a report names, in the order of their patches."""
+    """Return the fixes that the first line of a report names, in the order of their patches; [] if there are none."""
     found = re.match(r"\*Apply after the patches of: (.*)\.\*\n", (report / "report.md").read_text())
     return found[1].split(", ") if found else []
 

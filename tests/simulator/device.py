@@ -189,7 +189,7 @@ def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the functions for ``torch.set_default_device`` and ``with torch.device(...)`` with CUDA."""
+    """Return the constructor of torch's device contexts with a ``device`` that may be CUDA."""
 
     @functools.wraps(function)
     def init(self: Any, device: Any) -> None:

@@ -1,4 +1,4 @@
-"""Capture and replay: what ``torch.cuda.CUDAGraph`` does on a GPU, done with recorded operations on the CPU.
+"""Capture and replay as in ``torch.cuda.CUDAGraph``, with recorded operations on the CPU.
 
 While a graph is captured, a dispatch mode sees every operation of the calling thread, those of autograd's backward
 included. The operation runs once, so that its result has the right shape; its result moves into the memory pool of the

@@ -121,7 +121,7 @@ class Pool:
         return torch.from_numpy(array).untyped_storage()
 
     def allocated(self) -> int:
-        """Bytes in blocks which are owned by somebody."""
+        """Return the bytes in blocks that a tensor owns."""
         return sum(block.size for segment in self._segments for block in segment.blocks if not block.free)
 
     def reserved(self) -> int:
@@ -134,7 +134,7 @@ _POOLS: dict[PoolId, Pool] = {}
 _ids = itertools.count(1)
 
 address = torch.Tensor.data_ptr
-"""The address of a tensor's first element, with nobody taking note of it."""
+"""Returns the address of a tensor's first element without a call of `address_taken`."""
 
 
 def new_pool_id() -> PoolId:
@@ -162,7 +162,7 @@ def pools() -> list[Pool]:
 
 
 def allocated() -> int:
-    """Bytes in blocks of pools which are owned by somebody."""
+    """Return the bytes in blocks of all pools that a tensor owns."""
     return sum(pool.allocated() for pool in pools())
 
 

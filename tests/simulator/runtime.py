@@ -18,7 +18,7 @@ from .generators import DEFAULT
 from .graph import Capture, CUDAGraph, refuse_in_capture
 
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
-"""The GPUs that can be simulated, and their compute capability. Only Hopper has been held against a GPU."""
+"""The GPUs that can be simulated, and their compute capability. Only Hopper was compared with a GPU."""
 
 GPU = os.environ.get("TE_SIMULATOR_GPU", "hopper")
 if GPU not in GPUS:
@@ -107,7 +107,7 @@ class Event:
 
 
 class Library(ctypes.CDLL):
-    """Stands in for ``ctypes.CDLL``, which finds a driver here."""
+    """Stands in for ``ctypes.CDLL``, so that programs find a driver."""
 
     def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
         return Driver() if name == "libcuda.so.1" else super().__new__(cls)

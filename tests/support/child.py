@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 START = "from tests.support.training import *\n"
 """The first line of a program of `run_program`."""
 TE = ("te_graph_fixes", "transformer_engine.pytorch", "tests.support.training")
-"""What most programs import; with the fixes it takes longer than they do."""
+"""The modules that most programs import. With the fixes, this takes longer than the programs."""
 CHILD = "tests.verify.child"
 OF_CASES = "tests.verify.programs"
-"""What most cases of `verify` import."""
+"""The module that most cases of `verify` import."""
 Cli = Callable[..., tuple[int, str, str]]
 """Runs a command of the package: its exit status, output and errors."""
 
@@ -75,8 +75,8 @@ def on_simulator(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program like `python -m tests.simulator`, in a fork of a process that has imported torch already.
 
-    ``-c PROGRAM`` runs the text of a program. What is ``imported`` has been before, once for all programs in the same
-    environment; without it a program is the first to import TE, and to be told what was applied.
+    ``-c PROGRAM`` runs the text of a program. The modules ``imported`` are imported once for all programs in the same
+    environment. If there are none, the program itself imports TE and prints which fixes were applied.
     """
     assert importlib.util.find_spec("torch"), "a module that needs torch and TE declares `pytestmark = pytest.mark.te`"
     with tempfile.TemporaryDirectory() as folder:
@@ -97,14 +97,14 @@ def on_simulator(
 
 
 def simulate(*arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str) -> str:
-    """Return what the program prints on the simulator. Fail unless its exit status is 0."""
+    """Return the output of a program on the simulator. Fail unless its exit status is 0."""
     done = on_simulator(*arguments, path=path, imported=imported, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def run_program(program: str, **options: Any) -> str:
-    """Return what a program prints that begins with the names of `tests.support.training`. Fail unless it ends well."""
+    """Return the output of a program that uses the names of `tests.support.training`. Fail unless its status is 0."""
     return simulate("-c", START + program, **options)
 
 

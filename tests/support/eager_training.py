@@ -1,4 +1,4 @@
-"""Eager training with every module that the fixes edit: what torch and TransformerEngine's (TE) extension are asked.
+"""Log the calls of torch and TransformerEngine's (TE) extension in eager training with all modules that fixes edit.
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
 digests of its operations and of its results. The last line names those of the ``FUNCTIONS`` (a JSON list of pairs of
@@ -29,7 +29,7 @@ log: list[str] = []
 
 
 def described(value: Any) -> str:
-    """Return shape and dtype of a tensor, the values of containers and numbers, else the name of a type."""
+    """Return the shape and dtype of a tensor, the values of a container or number, or the name of another type."""
     if isinstance(value, torch.Tensor):
         return f"{type(value).__name__}{tuple(value.shape)}{value.dtype}"
     if isinstance(value, (list, tuple)):
@@ -92,7 +92,7 @@ ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signatu
 
 
 class Model(torch.nn.Module):
-    """The four modules, and an operation except in block scaling. The splits of the experts may be on the GPU."""
+    """A model of four modules and, except in block scaling, an operation. The experts' splits may be on the GPU."""
 
     def __init__(self, recipe: str, fused: bool, delay: bool, on_gpu: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Model(torch.nn.Module):
 
 
 def state(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield gradients, FP8 states and cached weights."""
+    """Yield names and values of gradients, FP8 states and cached weights."""
     for name, parameter in module.named_parameters():
         yield from ((name, parameter), (f"{name}.grad", parameter.grad), (f"{name}.main_grad", parameter.main_grad))
         yield f"{name} added", getattr(parameter, "grad_added_to_main_grad", None)

@@ -1,4 +1,4 @@
-"""What shows that an edit of a fix was left out if no case of `verify` does: nothing that is computed depends on it."""
+"""Programs that show that an edit of a fix was left out, although no number in a case of `verify` depends on it."""
 
 from __future__ import annotations
 

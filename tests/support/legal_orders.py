@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tests.verify.cases import PIPELINED
 
 # Megatron-Core 0.16.1, get_overlap_moe_expert_parallel_comm_order: first of 2 stages, 2 model chunks of 1 and 2 layers,
-# 4 microbatches. TransformerEngine hands a set of inputs on too early.
+# 4 microbatches. TransformerEngine reuses a set of inputs too early.
 UNEVEN = [
     *(1, 2, 1, 2, 3, 3, 1, -3, 2, -3.5, 1, -3, 2, -3.5, 3, -2, -2.5, -1, -1.5, 3, -2, -2.5, -1, -1.5),
     *(-3, -3.5, -3, -3.5, -2, -2.5, -1, -1.5, -2, -2.5, -1, -1.5),
@@ -55,7 +55,7 @@ def random_orders(seed: int, number: int) -> list[list[float]]:
 
 
 def legal(order: list[float]) -> bool:
-    """Return whether an order of whole and half numbers is legal, from a look at each chunk."""
+    """Return whether an order of whole and half numbers is legal, by checking each chunk."""
     chunks = {int(abs(value)) for value in order}
     if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
         return False

@@ -1,7 +1,7 @@
 """The Python sources of the published TransformerEngine (TE), fetched from the package index once.
 
-They are kept in the folder that the environment variable ``TE_SOURCES`` names, by default ``.tox/te-sources``: one
-folder a version, as `te_graph_fixes.patching.source.Source.at` takes it.
+The environment variable ``TE_SOURCES`` names their folder, by default ``.tox/te-sources``. It contains a folder for
+each version, which `te_graph_fixes.patching.source.Source.at` reads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ VERSIONS = (
     *("2.16.0", "2.16.1", "2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
 )
 COVERED = VERSIONS[1:]
-"""All but one that is older than the fixes cover."""
+"""The versions that the fixes cover. The first of `VERSIONS` is older."""
 
 
 @dataclass(frozen=True)
 class TE:
-    """A TE that tests run on the simulator; ``path`` is the folder that holds it, empty for the installed one."""
+    """A TE that tests run on the simulator; ``path`` is its folder, or empty for the installed TE."""
 
     version: str
     path: str
@@ -53,14 +53,14 @@ class TE:
 
 @functools.cache
 def te(version: str) -> TE:
-    """Return a published version, or the one that is ``installed``."""
+    """Return the TE of a published version, or the installed TE for ``installed``."""
     path = "" if version == "installed" else str(source(version))
     return TE(examined(version)[0].version or version, path, frozenset(needed(version)))
 
 
 @functools.cache
 def source(version: str) -> Path:
-    """Return the folder with the sources of one version; ``newest`` is the newest one."""
+    """Return the folder with the sources of one version, or of the newest version for ``newest``."""
     folder = Path(os.environ.get("TE_SOURCES") or Path(__file__).parents[2] / ".tox" / "te-sources").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -93,7 +93,7 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 
 def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
-    """Return a copy of a TE with another text in a module, or whose metadata ``says`` another version."""
+    """Return a copy of a TE with another text in a module, or with ``says`` as the version in its metadata."""
     copy_of(source(version), folder)
     metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
     changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]

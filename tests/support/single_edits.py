@@ -1,7 +1,7 @@
 """Run the cases of `verify` that are about a fix without one of its edits, until a case has another result.
 
 `tests.support.left_out` contains programs for edits that change no result of a case.
-python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a line of JSON a case; -1 leaves nothing out.
+python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a JSON line for each case; -1 omits no edit.
 """
 
 from __future__ import annotations

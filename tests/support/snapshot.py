@@ -34,7 +34,7 @@ def snapshot(*roots: Any) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the paths whose values differ."""
+    """Return the paths whose values differ, or [] if all values are equal."""
     paths = sorted((before.keys() | after.keys()) - {"alive"})
     return [path for path in paths if before.get(path, "none") != after.get(path, "none")]
 

@@ -1,4 +1,4 @@
-"""What the programs of tests share: layers and inputs in BF16, and the comparison of graphs with eager training.
+"""Layers and inputs in BF16, and the comparison of graphs with eager training, for the programs of tests.
 
 `tests.support.child.run_program` puts ``from tests.support.training import *`` before a program.
 """
@@ -39,7 +39,7 @@ def linear(size: int = 32, **options: Any) -> Any:
 
 
 class WithSplits(torch.nn.Module):
-    """A module that passes ``splits`` to its layer, if there are any: the tokens of each expert."""
+    """A module that passes the tokens of each expert, if ``splits`` contains them, to its layer."""
 
     def __init__(self, layer: Any, *splits: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Run the checks of the modules that the command line names; print one JSON line for each."""
+"""Run the checks of the modules that the command line names, and print a JSON line for each check."""
 
 from __future__ import annotations
 

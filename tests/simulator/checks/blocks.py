@@ -1,4 +1,4 @@
-"""Block-scaled formats, against TE's reference of NVFP4, the definitions of the others and cuBLAS's order of scales."""
+"""Compare the block-scaled formats with TE's reference of NVFP4, the definitions of the others, and cuBLAS's order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def padded(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes of the nearest finite values, of two equally near ones the even one."""
+    """Return the codes of the nearest finite values. If two values are equally near, it is the even code."""
     codes = torch.arange(256).to(torch.uint8)
     table = codes.view(dtype).double()
     codes, table = codes[table.isfinite()], table[table.isfinite()]
@@ -77,7 +77,7 @@ def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mx_by_definition(x: torch.Tensor, dtype: torch.dtype, height: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize blocks along rows, each with the smallest power of two that brings it into the type's range."""
+    """Return codes and scales of blocks along rows. A scale is the smallest power of two that avoids an overflow."""
     blocks = x.double().reshape(x.shape[0], -1, 32)
     scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
     for line, block in itertools.product(range(0, x.shape[0], height), range(scale.shape[1])):
@@ -92,7 +92,7 @@ def fp8_blocks(**options: Any) -> Float8BlockQuantizer:
 
 
 def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize blocks along rows, each with the largest power of two that keeps it within the range of E4M3."""
+    """Return codes and inverse scales of blocks along rows. A scale is the largest power of two without an overflow."""
     high, wide = -(-x.shape[0] // height), -(-x.shape[1] // 128)
     data, scale_inv = torch.empty(x.shape, dtype=torch.uint8), torch.empty(high, wide)
     for row, column in itertools.product(range(high), range(wide)):

@@ -69,7 +69,7 @@ class _Missing(type):
 
 
 class _CommonFinder(importlib.abc.MetaPathFinder):
-    """Replaces ``transformer_engine.common.load_framework_extension`` as soon as that module has been executed."""
+    """Replaces ``load_framework_extension`` in ``transformer_engine.common`` after that module was executed."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname != "transformer_engine.common":

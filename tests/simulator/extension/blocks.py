@@ -40,9 +40,9 @@ _KNOWN = {
 class Part(NamedTuple):
     """The row-wise or the column-wise half of a tensor. ``dtype`` is the type of FP8 data, and ``amax`` is for NVFP4.
 
-    - ``upright``: data lie as the tensor does though their blocks lie along columns (column-wise MXFP8)
+    - ``upright``: data have the tensor's layout although blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
-    - ``height``: that of a block of block-scaled FP8
+    - ``height``: the height of a block of block-scaled FP8
     """
 
     kind: str
@@ -219,7 +219,7 @@ def swizzle_scales_for_gemm_(tensor):
 
 
 def nvfp4_data_transpose(data, *, out=None):
-    """Return the transpose of a matrix of E2M1 codes, which are two to a byte before and after."""
+    """Return the transpose of a matrix of E2M1 codes. A byte contains two codes, before and after."""
     rows, columns = data.shape
     if rows % 2:
         raise RuntimeError(f"NVFP4 transpose requires an even number of rows (got {rows})")
@@ -230,7 +230,7 @@ def nvfp4_data_transpose(data, *, out=None):
 
 
 def nvfp4_2d_scale_transpose(scale, out, high, wide):
-    """Return the scales of the transpose of ``high`` x ``wide`` blocks, one for each row. Their padding stays."""
+    """Write the scales of the transpose of ``high`` x ``wide`` blocks to ``out``, one for each row, without padding."""
     launch(_transpose_scales, [out], scale, out, high, wide)
 
 

@@ -25,9 +25,9 @@ def largest(values, *dims):
 
 
 def encode_mxfp8(values, dtype, height):
-    """Return codes and scales. Each block of ``height`` rows has the smallest power of two that fits it into ``dtype``.
+    """Return codes and scales of blocks of ``height`` rows. A scale is the smallest power of two without an overflow.
 
-    Each row of a block has its scale.
+    Each row of a block has a copy of its scale.
     """
     blocks = values.reshape(len(values), -1, MX_BLOCK)
     limit = torch.finfo(dtype).max
@@ -54,7 +54,7 @@ def power_of_two(biased):
 
 
 def encode_nvfp4(values, amax, height, random):
-    """Encode blocks of ``height`` rows. ``random`` numbers round stochastically. Return packed codes and scales."""
+    """Return packed codes and scales of blocks of ``height`` rows. ``random`` numbers round stochastically."""
     lines, columns = len(values), values.shape[1] // NV_BLOCK
     encode = torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
     encode = encode.masked_fill((amax == 0) | (encode == 0), 1.0)
@@ -80,7 +80,7 @@ def decode_nvfp4(codes, scale, amax, to):
 
 
 def encode_tiles(values, dtype, height, power_of_two_scales, epsilon, infinite):
-    """Encode block-scaled FP8 with blocks of ``height`` rows. ``infinite`` is the scale if a quotient overflows."""
+    """Return codes and inverse scales of blocks of ``height`` rows. ``infinite`` replaces a scale that overflows."""
     lines, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, -columns % TILE, 0, -lines % height))
     amax = largest(padded.reshape(-1, height, tiles(columns), TILE), 1, 3).clamp(min=epsilon)

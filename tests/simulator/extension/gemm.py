@@ -22,7 +22,7 @@ def generic_gemm(
     accumulate, use_split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
     alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Compute ``op(B) @ op(A)`` in the order of memory, as cuBLAS does. Return output, bias gradient, GELU input."""
+    """Return ``op(B) @ op(A)`` in the order of memory, as cuBLAS does, the bias gradient, and the input of GELU."""
     if comm_overlap is not None:
         raise NotImplementedError("simulator: generic_gemm with communication overlap")
     if accumulate and beta not in (None, 1.0):
@@ -103,7 +103,7 @@ class Factor(NamedTuple):
 
 
 def operand_of(tensor, columnwise):
-    """Return what the GPU reads of ``tensor``: on Hopper, FP8 products take only one layout of inputs."""
+    """Return the part of ``tensor`` that the GPU reads. On Hopper, FP8 products need one layout of their inputs."""
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):

@@ -69,7 +69,7 @@ def splits_to_offsets_multi(splits, device, *, strides, include_leading_zero, dt
 
 
 def group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
-    """Quantize groups of rows, one after another, into one grouped tensor."""
+    """Return a grouped tensor with the quantized groups of rows, one after another."""
     kind = kind_of(quantizer) if is_block_scaled(quantizer) else type(quantizer).__name__
     if kind == CURRENT and any_fp8_layout() and first_dims is not None:
         return _quantize_per_tensor(tensor, quantizer, number, first_dims, tensor_offsets)
@@ -100,7 +100,7 @@ def bgrad_group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=N
 def te_general_grouped_gemm_for_discrete_in(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply each group of rows of ``B`` by its matrix of ``A``, into its rows of ``D``."""
+    """Multiply each group of rows of ``B`` by its matrix of ``A``, into its rows of ``D``. Return ``D``."""
     if transb or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
     matrices = for_gemm([operand_of(one, not transa) for one in A])
@@ -113,7 +113,7 @@ def te_general_grouped_gemm_for_discrete_in(
 def te_general_grouped_gemm_for_discrete_out(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Return the transpose of each group of rows of ``B``, times that of ``A``, into a matrix of its own."""
+    """Multiply the transpose of each group of rows of ``B`` by the group of ``A``, into a matrix of ``D``."""
     if transa or not transb or bias is not None or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
     launch(_multiply_each, list(D), list(D), _side(B, True), _side(A, True), B.first_dims, alpha, beta)

@@ -14,9 +14,9 @@ ADAMW = 1
 
 
 def multi_tensor_adam(chunk, noop, lists, *options):
-    """Update weights and moments of one step; ``lists``: grads, weights, both moments and, if any, FP32 weights.
+    """Run one step. ``lists`` contain gradients, weights, both moments and, if there are any, FP32 weights.
 
-    ``options``: learning rate, both betas, epsilon, the step, the mode, whether to correct the bias, weight decay.
+    ``options`` are learning rate, both betas, epsilon, step, mode, whether to correct the bias, and weight decay.
     """
     for grad, weight, *rest in zip(*lists, strict=True):
         _plain(weight)

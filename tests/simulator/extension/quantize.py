@@ -30,7 +30,7 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def quantize(tensor, quantizer, output=None, noop=None):
-    """Cast ``tensor`` with the quantizer. If the flag ``noop`` is 1, the output does not change."""
+    """Return the quantized ``tensor``, in ``output`` if it is given. If the flag ``noop`` is 1, it does not change."""
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
         blocks.swizzle_after_quantize(output, quantizer)
@@ -38,7 +38,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def cast(tensor, quantizer, output=None, noop=None):
-    """Quantize a tensor, as other functions of the extension do."""
+    """Return the quantized tensor as in other functions of the extension, or the tensor if ``quantizer`` is None."""
     if quantizer is None:
         return tensor
     kind = _kind(quantizer)
@@ -75,7 +75,7 @@ def cast(tensor, quantizer, output=None, noop=None):
 
 
 def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=False):
-    """Quantize consecutive rows of ``tensor``, each part with its own quantizer."""
+    """Return the quantized parts of ``tensor``, which are consecutive rows, each with its own quantizer."""
     parts = torch.split(tensor, list(split_sizes))
     if disable_bulk_allocation or len({type(one) for one in quantizers}) != 1 or not is_block_scaled(quantizers[0]):
         return multi_tensor_quantize(parts, quantizers)
@@ -87,7 +87,7 @@ def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=Fals
 
 
 def multi_tensor_quantize(tensors, quantizers):
-    """Quantize each tensor with its quantizer."""
+    """Return each tensor, quantized with its quantizer."""
     return [cast(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
@@ -112,7 +112,7 @@ def dequantize(tensor, dtype):
 
 
 def fp8_transpose(data, dtype, *, out=None):
-    """Return the transpose of FP8 data, its leading dimensions taken together as rows."""
+    """Return the transpose of FP8 data, whose leading dimensions are joined to rows."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
     launch(_transpose, [out], out, data)
@@ -228,7 +228,7 @@ def _largest_magnitude(values):
 
 
 def _quotient(largest, amax):
-    """Return the scale, rounded once: ``number / tensor`` is in torch a product with the reciprocal, rounded twice."""
+    """Return the scale, rounded once. In torch, ``number / tensor`` multiplies with the reciprocal and rounds twice."""
     return torch.full_like(amax, largest).div(amax).clamp(max=_LARGEST_FLOAT)
 
 
