@@ -17,7 +17,7 @@ PATCH = """
  graph_callables[ANY_INDEX] = func
 +from ._te_fp8_weights import CachedWeights
 +
-+CachedWeights(func).add_to(replays.of(fwd_graph))
++CachedWeights(replays.of(fwd_graph), func)
 """
 
 FIX = Fix(

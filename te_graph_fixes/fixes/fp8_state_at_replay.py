@@ -67,7 +67,7 @@ PATCH = """
 +outside_of_autocast = set()
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
-+fp8_capture.begin_graph(replays.of(fwd_graph))
++fp8_capture.begin_forward(replays.of(fwd_graph))
  with ..., _graph_context_wrapper(fwd_graph, ...):
      outputs = func(*args, **kwargs)
 @@ (2 times)
@@ -75,17 +75,17 @@ PATCH = """
  with ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
-+fp8_capture.end(is_training)
++fp8_capture.end(replays, is_training)
  ret = []
 @@
 -te_modules = visited_te_modules.get(i, set())
 +te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
 
 @@ graph.py _make_graphed_callables._run_warmup_forward (if there)
-+fp8_capture.begin_warmup(func_idx)
++fp8_capture.begin_warmup(replays[func_idx])
  args = sample_args[func_idx]
 @@ graph.py _make_graphed_callables._run_warmup_backward (if there)
-+fp8_capture.begin_backward(func_idx)
++fp8_capture.begin_backward(replays[func_idx])
  static_input_surface = per_callable_static_input_surfaces[func_idx]
 
 @@ graph.py make_graphed_callables.call_func (at its start)

@@ -23,7 +23,7 @@ PATCH = """
 +from ._te_fp8_weights import PrimaryWeights
 +
 +if is_training:
-+    PrimaryWeights(func).add_to(replays.of(fwd_graph))
++    PrimaryWeights(replays.of(fwd_graph), func)
 """
 
 FIX = Fix(

@@ -28,25 +28,25 @@ PATCH = """
 +from ._te_replay_contract import Preconditions
 +from ._te_replay_contract_record import CaptureRecord
 +
-+capture_record = CaptureRecord(callables, flatten_sample_args)
++capture_record = CaptureRecord(callables, flatten_sample_args, replays)
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables.hook_fn (at its start)
-+capture_record.note_warmup(func_idx, module, outputs)
++capture_record.note_warmup(replays[func_idx], module, outputs)
 @@ graph.py _make_graphed_callables (2 times)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
-+with capture_record.during_forward(fwd_graphs.index(fwd_graph), mempool), ..., _graph_context_wrapper(fwd_graph, ...):
++with capture_record.during_forward(replays.of(fwd_graph), mempool), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
 @@ (2 times)
  with ..., _graph_context_wrapper(bwd_graph, ...):
-+    capture_record.note_graph("backward", bwd_graphs.index(bwd_graph), mempool)
++    capture_record.note_graph("backward", replays.of(bwd_graph), mempool)
      ...
 @@ (2 times)
  with ..., _graph_context_wrapper(bwd_dw_graph, ...):
-+    capture_record.note_graph("wgrad", bwd_dw_graphs.index(bwd_dw_graph), mempool)
++    capture_record.note_graph("wgrad", replays.of(bwd_dw_graph), mempool)
      ...
 @@ graph.py _make_graphed_callables
 +for i in range(len(graph_callables)):
-+    record = capture_record.of(
++    capture_record.finish(
 +        i,
 +        graph_callables,
 +        _num_layers_per_chunk if _order is not None else [len(callables)],
@@ -56,7 +56,7 @@ PATCH = """
 +        per_callable_static_input_surfaces[i],
 +        retain_graph_in_backward,
 +    )
-+    Preconditions(record).add_to(replays[i])
++    Preconditions(replays[i])
  ret = []
 
 @@ graph.py _make_graphed_callables

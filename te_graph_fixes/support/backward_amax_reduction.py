@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module, used_state
+from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module
 
 
 class FirstModule:
@@ -12,7 +12,7 @@ class FirstModule:
 
     def __init__(self, replay: Any) -> None:
         """Add the step to the replays of the graph."""
-        self._used = used_state(replay)
+        self._used = replay.fp8_state
         self._is_in_graph = self._used.has_first_module or self._used.has_own_backward
         if self._used.has_first_module:
             replay.add("forward record", "take first module", self.take)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,9 +180,8 @@ class Capture:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.graphs: dict[Any, UsedState] = {}
         self.used = UsedState()
-        self._warmup: dict[int, UsedState] = {}
+        self._is_warmup = True
         self._depth = autocast_depth()
         self._updates = self._first_modules = 0
         self._updates_before_use: dict[int, int] = {}
@@ -195,29 +194,30 @@ class Capture:
         self._flags = activation_recompute_forward._is_first_fp8_module
         activation_recompute_forward._is_first_fp8_module = _Queue(self)
 
-    def begin_graph(self, replay: Any) -> None:
-        """Begin the capture of the forward that ``replay`` replays."""
-        if not self.graphs:
+    def begin_forward(self, replay: Any) -> None:
+        """Begin the capture of a forward, whose FP8 state is recorded in ``replay``."""
+        if self._is_warmup:
+            self._is_warmup = False
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             copies = _copies_for_recomputations()
             copies[:] = [_Queue(self) for _ in copies]
             activation_recompute_forward._is_first_fp8_module = _Queue(self)
-        self.used = self.graphs[replay] = UsedState()
+        self.used = replay.fp8_state = UsedState()
         self._updates, self._updates_before_use = 0, {}
         self._first_modules, self._first_modules_before_use = 0, {}
         set_first_module(True)
 
-    def begin_warmup(self, number: int) -> None:
+    def begin_warmup(self, replay: Any) -> None:
         """Begin a forward of a callable in the warmup."""
-        self.used = self._warmup[number] = UsedState()
+        self.used = replay.fp8_state = UsedState()
 
-    def begin_backward(self, of: Any) -> None:
-        """Begin the backward of a callable in the warmup, by its number, or the capture of that of a replay.
+    def begin_backward(self, replay: Any) -> None:
+        """Begin the backward of a callable, in the warmup or in the capture.
 
         A recomputation finds what its own forward left. TE ignores the autocast of a recomputation if ``fp8`` of the
         module is True, also if the forward of another callable has set it.
         """
-        used = self.graphs[of] if of in self.graphs else self._warmup[of]
+        used = replay.fp8_state
         for queue in (*_copies_for_recomputations(), activation_recompute_forward._is_first_fp8_module):
             if isinstance(queue, _Queue):
                 queue.bring_forward(used)
@@ -281,7 +281,7 @@ class Capture:
         else:
             self.used.has_own_backward = True
 
-    def end(self, is_training: bool) -> None:
+    def end(self, replays: Sequence[Any], is_training: bool) -> None:
         """End the capture of all graphs, and add the work on their states to their replays.
 
         Raises RuntimeError if the graphs cannot compute the numbers of eager training.
@@ -290,11 +290,10 @@ class Capture:
         self.restore()
         if is_training and mixed:
             raise RuntimeError(_MIXED_COPIES)
-        if is_training and any(
-            (used.updated_inside or used.updated_in_backward) and not used.in_fp8 for used in self.graphs.values()
-        ):
-            raise RuntimeError(_UPDATED_INSIDE)
-        for replay, used in self.graphs.items():
+        for replay in replays:
+            used = replay.fp8_state
+            if is_training and (used.updated_inside or used.updated_in_backward) and not used.in_fp8:
+                raise RuntimeError(_UPDATED_INSIDE)
             used.add_to(replay)
 
     def restore(self) -> None:
@@ -337,12 +336,6 @@ def current_capture() -> Capture | None:
     reference = getattr(FP8GlobalStateManager, "fp8_capture", None)
     capture = reference() if reference else None
     return capture if capture and capture.thread == threading.get_ident() else None
-
-
-def used_state(replay: Any) -> UsedState:
-    """Return the record of the FP8 state in a graph of the current capture."""
-    capture = current_capture()
-    return capture.graphs[replay] if capture else UsedState()
 
 
 def _capture_of_forward() -> Capture | None:

@@ -23,13 +23,11 @@ class PrimaryWeights:
     is updated too, which costs time and nothing else.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, replay: Any, module: Any) -> None:
+        """Add the step to the replays of the graph if there is such data."""
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
         quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
-
-    def add_to(self, replay: Any) -> None:
-        """Add the step to the replays of the graph if there are such weights."""
         if self._held:
             replay.add("forward prepare", "recompute transposes", self.refresh)
 
@@ -56,15 +54,13 @@ class CachedWeights:
     weight that the forward does not use is updated too, to the value that an eager call would compute.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, replay: Any, module: Any) -> None:
+        """Add the step to the replays of the graph if there are such weights."""
         self._held = [
             (owner, name, weight, _tensors(weight, vars(weight)))
             for owner in getattr(module, "modules", tuple)()
             for name, weight in getattr(owner, "_fp8_workspaces", {}).items()
         ]
-
-    def add_to(self, replay: Any) -> None:
-        """Add the step to the replays of the graph if there are such weights."""
         if self._held:
             replay.add("forward prepare", "refresh cached weights", self.refresh)
 

@@ -12,7 +12,7 @@ import torch
 from torch._C import _current_graph_task_id
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module, used_state
+from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module
 
 
 class ScaleUpdates:
@@ -47,7 +47,7 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
     finally:
         del FP8GlobalStateManager.updates_of_capture
     if replay is not None and updates.kinds:
-        steps = _Steps(updates.kinds, flag, used_state(replay).of_checkpoints)
+        steps = _Steps(updates.kinds, flag, replay.fp8_state.of_checkpoints)
         replay.add("forward prepare", "note first module", steps.note_first_module)
         replay.add("backward prepare", "fill skip flag", steps.fill_flag)
         replay.add("backward prepare", "take scale updates", steps.take_update)

@@ -1,7 +1,7 @@
-"""The steps of a replay, and their order.
+"""What happens at a replay, in which order, and where each fact about the capture is.
 
-A *callable* here is a graphed module or function, for one microbatch only. Its `Replay` lists the steps that fixes have
-added. TE's forward, backward and `backward_dw` run these steps in phases:
+A *callable* here is a graphed module or function, for one microbatch only. Its `Replay` has the record of its capture,
+and the steps that fixes have added. TE's forward, backward and `backward_dw` run these steps in phases:
 
 ================  ==================================================================  ==============================
 phase             when                                                                arguments of a step
@@ -9,30 +9,52 @@ phase             when                                                          
 forward check     after TE's own checks of the arguments                              call
 forward prepare   at the start of `Graphed.forward`, without grad mode                call
                   then TE copies the inputs and replays the forward
-                  then borrowed state is given back, also after an error
 forward record    at its end, also without grad mode, before autograd records it      ctx, outputs
 forward deliver   after `Graphed.apply`                                               call, outputs -> outputs
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
 backward prepare  next                                                                ctx
                   then TE copies grad outputs, replays the dgrad, updates FP8 scales
-                  then borrowed state is given back, also after an error
 backward deliver  after that                                                          ctx, gradients -> gradients
 wgrad check       in `backward_dw`, if a wgrad was captured                           none
 wgrad prepare     next                                                                None
                   then TE replays the wgrad
-                  then borrowed state is given back, also after an error
 wgrad deliver     after that, before TE runs the hooks of gradients                   none
 ================  ==================================================================  ==============================
 
 Among the steps, only a check may refuse a replay. It raises an error, and writes only to its call: a refused replay
 leaves all other state as it was. A step that prepares a replay may borrow state. It then returns a function that gives
-this state back. Its other changes remain.
+this state back after TE's replay, also if that fails. Its other changes remain.
 
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
-Some fixes edit TE's own code around these phases: the condition for filling the skip flag (`stale-fp8-weights`), the
-list of outputs (`none-outputs`), the copies of parameter gradients (`param-grad-lifetime`, `fused-dummy-copies`), and
-the hooks after `backward_dw` (`backward-dw-hooks`, `wgrad-hook-order`).
+The capture of a callable fills its record, which no replay changes. `Replay.reset` drops the record and the steps:
+
+======================================================  ===================================  =======================
+fact                                                    object                               module
+======================================================  ===================================  =======================
+FP8 states that the forward uses                        ``Replay.fp8_state`` (`UsedState`)   fp8_state_at_replay
+positions in the memory pool, members and addresses     ``Replay.record`` (`Record`)         replay_contract_record
+sample arguments                                        `SampleArguments`                    replay_arguments
+outputs without gradients                               `mark_outputs`                       replay_arguments_outputs
+tensors of recipe states                                `RecipeStates`                       state_after_evaluation
+first microbatches, and the skip flags of modules       `FirstMicrobatches`, `GraphFlags`    first_microbatches
+cached FP8 weights, and transposes                      `CachedWeights`, `PrimaryWeights`    fp8_weights
+generators of random numbers                            `Generators`                         rng_states_at_replay
+updates of scales in a recomputation                    `ScaleUpdates`                       recompute_in_graphs
+weights that the backward marks                         `record_marks`                       grad_added_mark
+gradients of delayed wgrads                             `DelayedGrad`                        delayed_wgrad_delivery
+======================================================  ===================================  =======================
+
+The `Replay` itself has the facts that several modules read. Each other fact is in the object whose methods are the
+steps that read it.
+
+Replays change other objects: a `Call` for each replay, `Preconditions` for each callable, and a `MemoryPool` for all
+callables that share memory. `RecipeStates` and `GraphFlags` also note what the last replay of their callable wrote.
+
+Some fixes edit TE's own code around these phases: the flag of the first FP8 module (`backward-amax-reduction`), the
+condition for filling the skip flag (`stale-fp8-weights`), the list of outputs (`none-outputs`), the copies of parameter
+gradients (`param-grad-lifetime`, `fused-dummy-copies`), and the hooks after `backward_dw` (`backward-dw-hooks`,
+`wgrad-hook-order`).
 """
 
 from __future__ import annotations
@@ -126,9 +148,17 @@ class Call:
 
 
 class Replay:
-    """The steps of one callable, and its ``name`` in errors, which `replay-contract` sets."""
+    """The record of one callable, and the steps of its replays.
+
+    ``name`` is its name in errors. ``fp8_state`` is the FP8 state that its forward uses (`fp8-state-at-replay`).
+    ``record`` contains the facts that the checks of `replay-contract` need, and ``observed`` collects them during the
+    capture. What only the steps of one fix read is in the objects that add these steps.
+    """
 
     name = "This graphed callable"
+    fp8_state: Any = None
+    observed: Any = None
+    record: Any = None
 
     def __init__(self) -> None:
         self._steps: dict[str, list[Callable[..., Any]]] = {phase: [] for phase in ORDER}
@@ -197,7 +227,8 @@ class Replay:
             step()
 
     def reset(self) -> None:
-        """Drop all steps with their data, before TE resets the graphs. Later replays are refused."""
+        """Drop the record and all steps, before TE resets the graphs. Later replays are refused."""
+        self.fp8_state = self.record = None
         self._steps = {phase: [self._refuse] if phase.endswith("check") else [] for phase in ORDER}
 
     def _refuse(self, *_: Any) -> None:
@@ -209,15 +240,12 @@ def _register(call: Call) -> None:
         call.register_states()
 
 
-class Replays:
-    """The `Replay` of each callable in one capture, by its index in TE's lists of graphs, or by one of its graphs."""
+class Replays(list[Replay]):
+    """The `Replay` of each callable in one capture, by its index in TE's lists of ``graphs``."""
 
     def __init__(self, *graphs: Sequence[Any]) -> None:
+        super().__init__(Replay() for _ in graphs[0])
         self._graphs = graphs
-        self._replays = [Replay() for _ in graphs[0]]
-
-    def __getitem__(self, number: int) -> Replay:
-        return self._replays[number]
 
     def of(self, graph: Any) -> Replay:
         """Return the replay of a callable, by its forward, dgrad or wgrad graph."""

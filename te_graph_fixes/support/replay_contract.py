@@ -55,7 +55,7 @@ _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class Preconditions:
-    """The checks of one callable and microbatch, whose capture is described by a `Record`.
+    """The checks of one callable and microbatch, by its `Record`.
 
     The attributes change at replays. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
     ``_recomputed`` are the times of recomputations after the last backward. If equal inputs lead to equal outputs,
@@ -63,16 +63,14 @@ class Preconditions:
     these values.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def __init__(self, replay: Any) -> None:
+        """Add the steps to the replays of the graphs."""
+        self._record: Record = replay.record
         self._dgrad_time = 0
         self._recomputed: list[int] = []
         self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._versions: list[int] = []
         self._since = NEVER
-
-    def add_to(self, replay: Any) -> None:
-        """Add the steps to the replays of the graphs."""
         replay.name = self._record.name
         replay.add("forward check", "require contract", self.check_forward)
         replay.add("forward record", "note replay", self.note_forward)

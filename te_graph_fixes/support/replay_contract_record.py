@@ -100,21 +100,24 @@ class _Observed:
 class CaptureRecord:
     """Collects the facts of a capture, from before its warmup on.
 
-    ``functions`` are the callables, and ``inputs`` are the sample arguments of each callable and microbatch. References
-    to tensors are weak, and copies are in CPU memory, because a capture must not need more GPU memory than TE's.
+    ``functions`` are the callables. ``inputs`` and ``replays`` are the sample arguments and replays of each callable
+    and microbatch. References to tensors are weak, and copies are in CPU memory, because a capture must not need more
+    GPU memory than TE's.
     """
 
-    def __init__(self, functions: Sequence[torch.nn.Module], inputs: Sequence[Any]) -> None:
-        self._observed = [_Observed() for _ in inputs]
+    def __init__(self, functions: Sequence[torch.nn.Module], inputs: Sequence[Any], replays: Sequence[Any]) -> None:
+        self._replays = replays
+        for replay in replays:
+            replay.observed = _Observed()
         self._random_states = _random_states()
         held = tensors_in(list(functions))
         self._versions = {id(t): (weakref.ref(t), version(t)) for t in [*held, *tensors_in([*inputs])]}
         self._buffers = {storage_of(t): weakref.ref(t) for t in held if not isinstance(t, torch.nn.Parameter)}
         self._returned: dict[int, list[torch.Tensor]] = {}
 
-    def note_warmup(self, number: int, module: torch.nn.Module, outputs: Any) -> None:
+    def note_warmup(self, replay: Any, module: torch.nn.Module, outputs: Any) -> None:
         """Note that a callable ran ``module``, and what it returned."""
-        observed = self._observed[number]
+        observed = replay.observed
         observed.ran.add(module)
         observed.note_recipe(module)
         states, self._random_states = self._random_states, _random_states()
@@ -124,7 +127,7 @@ class CaptureRecord:
             if buffer is not None and (len(values) < 2 or torch.equal(*values)):
                 values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and the last or another one
 
-    def note_graph(self, kind: str, number: int, handle: Any) -> None:
+    def note_graph(self, kind: str, replay: Any, handle: Any) -> None:
         """Note the position of a graph in the memory pool with this ``handle``.
 
         Up to TE 2.11, with `backward-dw-order`, the code of a dgrad also runs for its wgrad, but captures nothing.
@@ -132,13 +135,13 @@ class CaptureRecord:
         if kind != "forward" and not torch.cuda.is_current_stream_capturing():
             return
         pool = _pools.setdefault(handle, MemoryPool())
-        self._observed[number].positions[kind] = pool, pool.new_position()
+        replay.observed.positions[kind] = pool, pool.new_position()
 
     @contextmanager
-    def during_forward(self, number: int, handle: Any) -> Iterator[None]:
+    def during_forward(self, replay: Any, handle: Any) -> Iterator[None]:
         """Record the members that a captured forward uses, unless another profiler or `__getattr__` is in place."""
-        self.note_graph("forward", number, handle)
-        observed = self._observed[number]
+        self.note_graph("forward", replay, handle)
+        observed = replay.observed
         is_free = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
         if is_free:
             observed.used = UsedMembers(observed.note_recipe)
@@ -149,7 +152,7 @@ class CaptureRecord:
             if is_free:
                 sys.setprofile(None)
 
-    def of(
+    def finish(
         self,
         number: int,
         functions: Sequence[torch.nn.Module],
@@ -159,14 +162,15 @@ class CaptureRecord:
         inputs: int,
         static_inputs: Sequence[torch.Tensor],
         retains_graph: bool,
-    ) -> Record:
-        """Return the record of a callable and microbatch.
+    ) -> None:
+        """Turn all that was observed of a callable and microbatch into the record of its replay.
 
         ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
         callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
         of its graphs are user inputs, with the number ``inputs``, followed by parameters.
         """
-        function, observed = functions[number], self._observed[number]
+        function, replay = functions[number], self._replays[number]
+        observed, replay.observed = replay.observed, None
         modules, held = [*function.modules()], tensors_in(function)
         pool, forward = observed.positions["forward"]
         backward = observed.positions.get("backward", (None, 0))[1]
@@ -186,7 +190,7 @@ class CaptureRecord:
         written = _written_outputs(outputs, unwritten, [*unwritten_inputs])
         is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, written))
         end_of_forward, advice = _end_of_forward(backward, retains_graph, outputs)
-        record = Record(
+        record = replay.record = Record(
             pool=pool,
             name=name,
             microbatch=microbatch,
@@ -211,7 +215,6 @@ class CaptureRecord:
         pool.names.update(names)
         pool.records[forward] = record
         weakref.finalize(record, pool.release, [*names])
-        return record
 
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor existed before the warmup, and no forward has written it since.

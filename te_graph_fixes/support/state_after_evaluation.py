@@ -13,22 +13,20 @@ from typing import Any, ClassVar
 
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from ._te_fp8_state_at_replay import used_state
-
 STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class RecipeStates:
     """The recipe states of the modules and operations that a graph uses.
 
-    In delayed scaling, they are recorded in the capture (`UsedState`). Other recipes have no values to own, and the
-    record does not contain them. Their states are those of all modules of ``function`` that last ran in FP8, and only
-    serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
+    In delayed scaling, the capture records them (``replay.fp8_state``). Other recipes have no values to own, and
+    the record does not contain them. Their states are those of all modules of ``function`` that last ran in FP8, and
+    only serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
     """
 
     def __init__(self, replay: Any, function: Any, known: Collection[Any]) -> None:
         """Add the steps to the replays of the graph."""
-        used = used_state(replay)
+        used = replay.fp8_state
         modules = [*dict.fromkeys((*function.modules(), *used.owners))]
         self._known, self._in_autocast = known, {*used.in_autocast}
         self._is_operation = hasattr(function, "fuser_forward")
