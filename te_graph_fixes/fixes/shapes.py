@@ -71,9 +71,6 @@ REPLAY_STEPS = """
 @@
 -Graphed.apply(skip_fp8_weight_update, ...)
 +Graphed.apply(call, ...)
-@@
- out = Graphed.apply(...)
-+out = replay.deliver(call, out)
 
 @@ graph.py _make_graphed_callables.make_graphed_forward.new_fwd
 -if FP8GlobalStateManager.is_fp8_enabled():

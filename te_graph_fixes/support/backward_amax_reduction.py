@@ -15,7 +15,7 @@ class FirstModule:
         self._used = replay.fp8_state
         self._is_in_graph = self._used.has_first_module or self._used.has_own_backward
         if self._used.has_first_module:
-            replay.add("forward record", "take first module", self.take)
+            replay.add("forward deliver", "take first module", self.take)
 
     def is_in_graph(self) -> bool:
         """Return whether the first FP8 module of the current autocast is in the graph.
@@ -26,13 +26,14 @@ class FirstModule:
             return False
         return bool(is_first_module()) if autocast_depth() else bool(self._used.has_own_backward)
 
-    def take(self, ctx: Any, _outputs: Any) -> None:
+    def take(self, ctx: Any, outputs: Any) -> Any:
         """Take the flag of the replay's autocast if an eager module would: if an input or a parameter needs a gradient.
 
         Parameters that got no gradient in the capture, for example those of a router, are no inputs of ``ctx``.
         """
         if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, self._used.owners))):
             set_first_module(False)
+        return outputs
 
 
 def _is_trained(owner: Any) -> bool:

@@ -138,9 +138,9 @@ class UsedState:
         for fp8_meta in self.of_modules:
             FP8GlobalStateManager.restore_fp8_meta_tensors(fp8_meta)
 
-    def update_scales(self, call: Any, outputs: Any) -> Any:
+    def update_scales(self, ctx: Any, outputs: Any) -> Any:
         """Update the scales as the end of an autocast inside the captured module, and return ``outputs``."""
-        if call.takes_grads and not autocast_depth():
+        if ctx.call.takes_grads and not autocast_depth():
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         return outputs
 

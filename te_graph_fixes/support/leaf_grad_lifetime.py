@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def add_copies(replay: Any, static_grads: Sequence[Any], inputs: int) -> None:
+def add_copies(replay: Any, static_grads: Sequence[Any], user_inputs: int) -> None:
     """Make replays return copies of the gradients of leaf inputs, or of any inputs in ``ctx.call.copied_inputs``.
 
-    ``static_grads`` are the gradients in graph memory: those of ``inputs`` user inputs come first, and None stands for
-    a gradient that the graph does not compute. TE's autograd function returns them last.
+    ``static_grads`` are the gradients in graph memory, None for an input without one. The gradients of this number of
+    ``user_inputs`` come first. TE's autograd function returns all of them last.
     """
     number = len(static_grads)
-    with_grad = [index for index in range(inputs) if static_grads[index] is not None]
+    with_grad = [index for index in range(user_inputs) if static_grads[index] is not None]
 
     def note_leaves(call: Any) -> None:
-        leaves = (index for index in with_grad if call.inputs[index].requires_grad and call.inputs[index].is_leaf)
-        call.copied_inputs = [*leaves]
+        inputs = call.inputs
+        call.copied_inputs = [i for i in with_grad if inputs[i].requires_grad and inputs[i].is_leaf]
 
     def copy(ctx: Any, gradients: Any) -> Any:
         if not ctx.call.copied_inputs:

@@ -9,8 +9,7 @@ phase             when                                                          
 forward check     after TE's own checks of the arguments                              call
 forward prepare   at the start of `Graphed.forward`, without grad mode                call
                   then TE copies the inputs and replays the forward
-forward record    at its end, also without grad mode, before autograd records it      ctx, outputs
-forward deliver   after `Graphed.apply`                                               call, outputs -> outputs
+forward deliver   after that, before autograd records the outputs                     ctx, outputs -> outputs
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
 backward prepare  next                                                                ctx
                   then TE copies grad outputs, replays the dgrad, updates FP8 scales
@@ -87,8 +86,13 @@ ORDER: dict[str, tuple[str, ...]] = {
         "refresh cached weights",
         "lend generators",
     ),
-    "forward record": ("mark outputs without gradients", "take first module", "note replay"),
-    "forward deliver": ("update scales", "copy outputs"),
+    "forward deliver": (
+        "update scales",
+        "take first module",
+        "note replay",  # before the copies, because it determines whether outputs are copied
+        "copy outputs",
+        "mark outputs without gradients",  # after the copies, because autograd has to know the returned tensors
+    ),
     "backward check": (
         "require captured backward",
         "require first microbatch",
@@ -190,12 +194,6 @@ class Replay:
             step(call)
         return call
 
-    def deliver(self, call: Call, outputs: Any) -> Any:
-        """Return the outputs of a replayed forward."""
-        for step in self._steps["forward deliver"]:
-            outputs = step(call, outputs)
-        return outputs
-
     def surround(self, function: Any) -> None:
         """Put the steps around the forward and backward of TE's autograd function, whose first argument is the call."""
         te_forward, te_backward = function.forward, function.backward
@@ -203,8 +201,8 @@ class Replay:
         def forward(ctx: Any, call: Call, *arguments: Any) -> Any:
             ctx.call = call
             outputs = self._replay("forward prepare", call, te_forward, ctx, call.skip_update, *arguments)
-            for step in self._steps["forward record"]:
-                step(ctx, outputs)
+            for step in self._steps["forward deliver"]:
+                outputs = step(ctx, outputs)
             call.inputs, call.keywords = (), {}
             return outputs
 

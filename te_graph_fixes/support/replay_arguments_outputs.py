@@ -40,9 +40,10 @@ def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outpu
         needs_grad = [grad is not None for grad in grad_outputs]
     without = [index for index, needs in enumerate(needs_grad) if not needs]
 
-    def mark(ctx: Any, outputs: Sequence[Any]) -> None:
+    def mark(ctx: Any, outputs: Sequence[Any]) -> Sequence[Any]:
         if not arguments.need_more_grads(ctx.call.inputs):
             ctx.mark_non_differentiable(*[outputs[index] for index in without if outputs[index] is not None])
+        return outputs
 
     if without and torch.is_grad_enabled():
-        replay.add("forward record", "mark outputs without gradients", mark)
+        replay.add("forward deliver", "mark outputs without gradients", mark)

@@ -60,7 +60,8 @@ class Preconditions:
     The attributes change at replays. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
     ``_recomputed`` are the times of recomputations after the last backward. If equal inputs lead to equal outputs,
     ``_inputs`` and ``_versions`` are what the last forward read, and ``_since`` is the time of the first replay with
-    these values.
+    these values. ``_inputs`` is None after a backward, because optimizers may then write parameters without a new
+    version.
     """
 
     def __init__(self, replay: Any) -> None:
@@ -68,12 +69,12 @@ class Preconditions:
         self._record: Record = replay.record
         self._dgrad_time = 0
         self._recomputed: list[int] = []
-        self._inputs: list[weakref.ref[torch.Tensor]] = []
+        self._inputs: list[weakref.ref[torch.Tensor]] | None = None
         self._versions: list[int] = []
         self._since = NEVER
         replay.name = self._record.name
         replay.add("forward check", "require contract", self.check_forward)
-        replay.add("forward record", "note replay", self.note_forward)
+        replay.add("forward deliver", "note replay", self.note_forward)
         replay.add("forward deliver", "copy outputs", self.copy_outputs)
         replay.add("backward check", "require contract", self.check_backward)
         replay.add("backward deliver", "note replay", self.note_backward)
@@ -105,18 +106,18 @@ class Preconditions:
         call.in_backward, call.has_hooks = in_backward, _has_checkpoint_hooks()
         call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
 
-    def note_forward(self, ctx: Any, _outputs: Any) -> None:
+    def note_forward(self, ctx: Any, outputs: Any) -> Any:
         """Note the replay of the forward. The table at the top of this module lists the kinds of forwards."""
         call, record, pool = ctx.call, self._record, self._record.pool
         in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
             # A recomputation for a backward writes the values of an earlier forward again.
-            self._since = NEVER
-        elif not self._repeats_last_forward(call):
+            self._inputs, self._since = None, NEVER
+        elif self._inputs is None or not self._repeats_last_forward(self._inputs, plain_tensors(call.inputs)):
             # autograd then raises an error if an eager operation still needs the old values.
             for output in record.written:
                 torch.autograd.graph.increment_version(output)
-            self._since = NEVER
+            self._inputs, self._since = None, NEVER
             if record.watched is not None:
                 self._note_inputs(plain_tensors(call.inputs))
 
@@ -129,6 +130,7 @@ class Preconditions:
             self._recomputed.clear()
         elif takes_grads and call.has_hooks:
             self._recomputed.append(pool.now)
+        return outputs
 
     def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         """Note the inputs of a replay, and the versions of all that it reads. An inference tensor has no version."""
@@ -137,23 +139,17 @@ class Preconditions:
             self._versions = [*map(_version, (*inputs, *self._record.watched))]
             self._since = self._record.pool.now + 1
 
-    def _repeats_last_forward(self, call: Any) -> bool:
-        """Return whether this replay computes the values of the last one again, so that it overwrites nothing.
-
-        Optimizers may write parameters without a new version, but only after a backward.
-        """
-        if not self._record.pool.time(self._record.backward) < self._since < NEVER:
-            return False
-        inputs = plain_tensors(call.inputs)
+    def _repeats_last_forward(self, last: Sequence[weakref.ref[Any]], inputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether this replay computes the values of the last one again, so that it overwrites nothing."""
         return (
-            len(inputs) == len(self._inputs)
-            and all(ref() is value for ref, value in zip(self._inputs, inputs, strict=True))
+            len(inputs) == len(last)
+            and all(ref() is value for ref, value in zip(last, inputs, strict=True))
             and self._versions == [*map(_version, (*inputs, *self._record.watched))]
         )
 
-    def copy_outputs(self, call: Any, outputs: Any) -> Any:
+    def copy_outputs(self, ctx: Any, outputs: Any) -> Any:
         """Return the outputs, or copies of them if a recomputation may overwrite them."""
-        return tuple(None if o is None else o.clone() for o in outputs) if call.copies_outputs else outputs
+        return tuple(None if o is None else o.clone() for o in outputs) if ctx.call.copies_outputs else outputs
 
     def _require_recomputable(self, inputs: set[int]) -> None:
         """Raise RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""
@@ -229,6 +225,7 @@ class Preconditions:
         """Note the replay of the dgrad. Its gradients are copied if a recomputation may overwrite them."""
         record, pool = self._record, self._record.pool
         self._recomputed.clear()
+        self._inputs = None
         if pool.may_recompute:
             ctx.call.copied_inputs = record.inputs
         pool.note_replay(record.backward)
