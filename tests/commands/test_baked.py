@@ -150,38 +150,17 @@ def test_a_check_on_it_finds_nothing(baked: Path) -> None:
     assert [(found["same"], found["found"]) for found in map(json.loads, lines)] == [(True, [])] * 2
 
 
-EAGER = """
-import hashlib, torch, transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-torch.manual_seed(0)
-layers = te.LayerNormLinear(32, 32), te.LayerNormMLP(32, 64), te.ops.Sequential(te.ops.Linear(32, 32))
-model, grouped = torch.nn.Sequential(*layers).cuda(), te.GroupedLinear(2, 32, 32).cuda()
-parameters = [*model.parameters(), *grouped.parameters()]
-optimizer, digest = torch.optim.SGD(parameters, 0.1), hashlib.sha256()
-for number in range(12):
-    x = torch.randn(32, 32, device="cuda", requires_grad=True)
-    recipe = (DelayedScaling, Float8CurrentScaling)[number % 2]
-    with te.fp8_autocast(enabled=number % 3 > 0, fp8_recipe=recipe()):
-        out = grouped(model(x), [16, 16], is_first_microbatch=number % 2 == 0)
-    out.square().mean().backward()
-    if number % 2:
-        optimizer.step()
-        optimizer.zero_grad()
-    for tensor in (out, x.grad, *parameters):
-        digest.update(tensor.detach().cpu().numpy().tobytes())
-print(digest.hexdigest())
-"""
+EAGER = "-m", "tests.support.eager_training", "[]", "1/13"  # a program for each recipe
 
 
 @pytest.mark.parametrize("version", ["installed", *(pytest.param(each, marks=pytest.mark.slow) for each in COVERED)])
 def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, tmp_path: Path) -> None:
     root = Path(Source.installed().location).parent if version == "installed" else source(version)
     files = baked_files(decide(read(Source.at(copy_of(root, tmp_path))), Settings()))
-    results = {"": simulate("-c", EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
+    results = {"": simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
     for (path, (_, text)), (following, _) in pairwise([*files.items(), ("", ("", ""))]):
         (tmp_path / path).write_text(text)
         if not following.startswith("transformer_engine/pytorch/_te_"):  # nothing imports the added modules before
-            results[path] = simulate("-c", EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
+            results[path] = simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
     assert set(results.values()) == {results[""]}, results
     assert list(results)[-1] == "transformer_engine/pytorch/graph.py"
