@@ -189,7 +189,9 @@ class _AsFirst:
 
 
 def _fuses_wgrads(module: Any) -> bool:
-    return bool(getattr(module, "fuse_wgrad_accumulation", False))
+    """Return whether a backward of a module adds the wgrads of its weights to ``main_grad``."""
+    weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
+    return getattr(module, "fuse_wgrad_accumulation", False) and any(weight.requires_grad for weight in weights)
 
 
 def _scales_are_delayed() -> bool:

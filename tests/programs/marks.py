@@ -258,12 +258,13 @@ class Outer(torch.nn.Module):
         return self.layer(x, self.is_first_microbatch)
 
 
-def kept_mark(name, where, fused, recomputes, count, capture):
-    """Mark the first of ``count`` microbatches. No forward clears the mark."""
+def kept_mark(name, where, fused, recomputes, count, capture, frozen=False):
+    """Mark the first of ``count`` microbatches. No forward clears the mark, and the weight may be ``frozen``."""
     layer, options = WithOwner(where, fused, recomputes), options_of(name)
     module = Outer(layer) if where == "outer" else layer
     owner = module if where == "outer" else layer.owner and layer.owner()
     weight = layer.linear.weight
+    weight.requires_grad_(not frozen)
     if owner:
         owner.is_first_microbatch = True
     if fused:
@@ -281,6 +282,8 @@ def kept_mark(name, where, fused, recomputes, count, capture):
                 y = run(x, **keywords)
             y.float().square().mean().backward()
             yield from (y, x.grad)
+        if frozen:
+            continue
         grad = weight.main_grad if fused else weight.grad
         yield grad.clone()
         with torch.no_grad():
@@ -295,6 +298,8 @@ for (name, where), fused, recomputes, count in itertools.product(PLACES, FLAGS, 
     raises = count == 3 and (fused if is_marked else name == "delayed")
     case = name, where, fused, recomputes, count
     PROGRAMS[f"kept_mark, {case}"] = partial(kept_mark, *case), "is_first_microbatch" if raises else "equal"
+for case in itertools.product((None, "current", "block"), ("itself", "submodule"), (True,), (False,), (1, 3)):
+    PROGRAMS[f"kept_mark of a frozen weight, {case}"] = partial(kept_mark, *case, frozen=True), "equal"
 
 
 class Reusing(torch.nn.Module):
