@@ -58,6 +58,21 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
     ),
     "TE's backward_dw replaces a gradient, so the caller takes each one": lambda p: p.takes_grads or not p.delay,
+    "only an order has sends, because other replays overwrite the gradient that is sent": lambda p: (
+        p.order or not p.sends
+    ),
+    "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
+    "a norm makes a weight anew for each forward, to which no wgrad can be delivered later": lambda p: (
+        "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
+    ),
+    "what is captured inside of a layer is called as others are": lambda p: (
+        not p.inside
+        or not (
+            (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
+            or {"Named", "Structured", "Recomputed", "KeptInBf16", "Unused", "TwoPrecisions"} & {*p.modules}
+            or any(each.startswith("misuse") for each in p.events)
+        )
+    ),
     "one capture of all layers leaves none out": lambda p: not ((p.order or p.together) and p.not_captured),
     "each entry of a wgrad needs a module that delays it": lambda p: (
         not any(each % 1 for each in p.order) or (p.delay and not {*OPERATIONS, *OTHERS} & {*p.modules})
@@ -67,7 +82,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not p.fp8_params
         or (
             not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
-            and not (p.in_bf16 or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
+            and not (p.in_bf16 or p.calibrating or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
         )
     ),
     "a capture makes FP8 state, eager training in its first forward": lambda p: (
