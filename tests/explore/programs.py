@@ -73,6 +73,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or any(each.startswith("misuse") for each in p.events)
         )
     ),
+    "eager backward_dw() loses the wgrads of FP8 weights that compute without FP8": lambda p: (
+        not (p.delay and p.fp8_params and (p.recipe == "bf16" or "KeptInBf16" in p.modules))
+    ),
     "one capture of all layers leaves none out": lambda p: not ((p.order or p.together) and p.not_captured),
     "each entry of a wgrad needs a module that delays it": lambda p: (
         not any(each % 1 for each in p.order) or (p.delay and not {*OPERATIONS, *OTHERS} & {*p.modules})
