@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.support import published
-from tests.support.child import gpu, measured, simulate
+from tests.support.child import ROOT, gpu, measured, simulate
 from tests.support.legal_orders import NAMED, random_orders
 from tests.verify.cases import CASES, SIMULATED, Case
 
@@ -20,7 +20,7 @@ ALSO = (
 )
 """Cases of `verify` that are wrong if their fix alone is left out."""
 PROGRAMS = {name: CASES[name] for name in ALSO} | SIMULATED
-MODULES = ("marks", "recipes", "replays", "reports")
+MODULES = [path.stem for path in sorted((ROOT / "tests" / "programs").glob("[!_]*.py"))]
 """The modules of `tests.programs`."""
 QUICK = {case.fixes: case for case in reversed(PROGRAMS.values())}.values()
 """One program for each fix."""
