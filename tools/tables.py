@@ -47,7 +47,8 @@ def upstream() -> str:
     others = len(CATALOGUE) - len(fixed) - len(reported)
     return (
         f"TE has fixed {len(fixed)} of these {len(CATALOGUE)} bugs itself: {', '.join(fixed)}.\n\n"
-        f"{len(reported)} more have public reports: {', '.join(reported)}. The other {others} have none."
+        f"Public reports exist for {len(reported)} more bugs: {', '.join(reported)}. "
+        f"We know no report of the other {others}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Patterns that more than one fix looks for in the graph code of TransformerEngine (TE)."""
+"""Parts of patches that several fixes share, and functions that return code for names in patches."""
 
 from __future__ import annotations
 

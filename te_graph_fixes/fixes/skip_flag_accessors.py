@@ -3,8 +3,9 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3015 (TE 2.17), reported as
 https://github.com/NVIDIA/Megatron-LM/issues/4707
 
-TE 2.15 moved the skip flag from the class to ``quantization_state`` and removed its accessors. The fix adds them again.
-They read and write the flag at its new place. Graphs that TE captures for Megatron-Core do not need them.
+TE 2.15 moved the skip flag from `FP8GlobalStateManager` to its attribute ``quantization_state``, and removed the
+accessors of the flag. The fix adds accessors that read and write the flag at its new place. Graphs that TE captures for
+Megatron-Core do not need these accessors.
 """
 
 from ..fix import Fix

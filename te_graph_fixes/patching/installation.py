@@ -267,9 +267,10 @@ class Installation:
             self._put(patch.live, "__code__", patch.after)
 
     def _added_method(self, patch: FunctionPatch, owner: str, name: str) -> Any:
-        """Define a method in a class that has only this method, and give it the code of the edited module.
+        """Return a method that the fixes add to the class ``owner``, with the code of the edited module.
 
-        Outside of its module, Python would compile it to other code, because it does not see the module's imports.
+        The method is defined in a temporary class that contains only this method. Without the module's imports, Python
+        compiles the method to other code, so this code is replaced.
         """
         classes = [part for part in ast.parse(self._texts[patch.module][1]).body if isinstance(part, ast.ClassDef)]
         (definition,) = (part for part in classes if part.name == owner)

@@ -71,7 +71,7 @@ class FirstMicrobatches:
         modules = [module for function in callables for module in _modules(function)]
         self._saved = SavedState(modules)
         self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
-        # The nearest marked module around each module: inner modules come later.
+        # Map each module to the innermost marked module that contains it, because `marks` lists outer modules first.
         self._owners = {inner: owner for owner in self.marks for inner in owner.modules()}
         self.told_first: set[Any] = set()
         self._told_later: set[Any] = set()
@@ -213,7 +213,7 @@ def _takes_marks(function: Any) -> bool:
 
 
 def _refuse_reuse(call: Any) -> None:
-    """Refuse a replay that would quantize FP8 weights with newer scales than the first microbatch."""
+    """Raise ValueError if a replay would quantize FP8 weights with newer scales than the first microbatch used."""
     if call.keywords.get(MARK) is False and _scales_are_delayed():
         raise ValueError(
             "A graph got is_first_microbatch=False, but was captured without cached weights. In delayed scaling, it "

@@ -167,7 +167,7 @@ class _Queue(list[Any]):
     popleft = pop
 
     def bring_forward(self, used: UsedState) -> None:
-        """Make the entries of one graph the next ones."""
+        """Move the entries of the graph with the state ``used`` to the front, so that its backward takes them first."""
         self.sort(key=lambda pair: pair[0] is not used)
 
 
@@ -339,7 +339,7 @@ def current_capture() -> Capture | None:
 
 
 def _capture_of_forward() -> Capture | None:
-    """Return the capture of this thread. Return None in a backward, which may recompute a forward."""
+    """Return this thread's capture; None if nothing is captured, or in a backward, which may recompute a forward."""
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 

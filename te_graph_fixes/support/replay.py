@@ -195,7 +195,10 @@ class Replay:
         return call
 
     def surround(self, function: Any) -> None:
-        """Put the steps around the forward and backward of TE's autograd function, whose first argument is the call."""
+        """Make TE's autograd function run the steps before and after its forward and backward.
+
+        Its forward then takes a `Call` in place of TE's first argument, ``skip_fp8_weight_update``.
+        """
         te_forward, te_backward = function.forward, function.backward
 
         def forward(ctx: Any, call: Call, *arguments: Any) -> Any:

@@ -206,7 +206,7 @@ class Preconditions:
                 "its main_grad. Capture again."
             )
         if call.has_hooks and not call.in_backward and self._recomputed == [pool.time(record.forward)]:
-            # A checkpoint without reentrant autograd has recomputed the forward once, for this backward.
+            # A checkpoint without reentrant autograd has recomputed the forward once. This backward reads its new data.
             since = pool.time(record.forward)
         elif since >= self._since:
             since = pool.time(record.forward)  # later forwards computed the same values

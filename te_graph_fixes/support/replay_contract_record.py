@@ -249,7 +249,7 @@ class ReturnedTensors:
 
 
 def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among values."""
+    """Return the items of ``values`` that are tensors, without the tensors inside containers."""
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 

@@ -127,7 +127,7 @@ DECLARED = [
 ]
 
 def reordered(names):
-    # Return the reverse order, except for declared orders.
+    # Reverse the steps of a phase, but keep each pair of DECLARED in its order.
     pending, result = [*reversed(names)], []
     while pending:
         result.append(next(n for n in pending if not any(n == last and first in pending for first, last in DECLARED)))

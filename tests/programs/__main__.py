@@ -1,4 +1,4 @@
-"""Print, as a line of JSON, the outcome and the expected outcome of each program by its name."""
+"""Print a line of JSON that maps the name of each program to its outcome and its expected outcome."""
 
 from __future__ import annotations
 
