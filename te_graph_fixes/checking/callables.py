@@ -150,7 +150,7 @@ class CheckedCallable:
         self._check.lifetimes.before_replay()
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
-        """Compare every tensor that a replay has written: those that it ``returned`` and those elsewhere."""
+        """Compare every tensor that a replay has written: the ``returned`` tensors, gradients, marks and amaxes."""
         if stream is not None:  # Wait until the graph has written the tensors.
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")

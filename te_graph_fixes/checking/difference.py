@@ -12,7 +12,7 @@ CHUNK = 1 << 22  # elements compared at a time; each needs about 32 bytes of mem
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the norm of the difference, divided by the norm of ``expected``.
 
-    The result is 0.0 if the tensors are bit-identical. NaN equals NaN.
+    The result is a scalar tensor: 0.0 if the tensors are bit-identical, inf if their shapes differ. NaN equals NaN.
     """
     total = torch.zeros(3, dtype=torch.float64, device=actual.device)
     if actual.shape != expected.shape:

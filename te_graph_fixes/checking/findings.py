@@ -45,7 +45,7 @@ MAX_NOISE = 0.1
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The texts of mismatches between a graph and an eager run without two tensors to compare, by the graph's value."""
+"""The texts of mismatches without two tensors to compare, by the graph's value (of a mark, or None for a tensor)."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
@@ -113,7 +113,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def leave_out(self, index: int, reference: Any) -> None:
-        """Count a callable that is not compared. Print the reason once for all modules of a class."""
+        """Count a callable as not compared. Print the reason once for all modules of a class."""
         self.totals["left out"] += self.is_new(("left out", index))
         if self.is_new((reference.name, reference.refusal)):
             text = f"callable {index} ({reference.name}) is not compared, nor are others like it: {reference.refusal}"
@@ -188,7 +188,7 @@ class Check:
 
     @functools.cached_property
     def _fixes(self) -> tuple[str, str]:
-        """The fixes of this process in words (``on``, ``off``, or ``30 of 34``), and the digest of its report."""
+        """Return the state of the fixes (``on``, ``off``, or such as ``30 of 34``), and the digest of the report."""
         found = report()
         active, number = len(found.active), len(found.active) + len(found.missing) + len(found.having(Status.DISABLED))
         if found.mode == "off":
@@ -245,7 +245,7 @@ class Check:
 
 
 def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
-    """Return the last line of a check. If the fixes of ranks differ, it is an error instead of a verdict."""
+    """Return the last line of a check: a verdict, or an error if the fixes of the ranks differ."""
     if len(set(fixes)) == 1:
         return f"te-graph-fixes check, fixes {fixes[0][0]}: {_sentence(totals)}"
     ranks = {state: [rank for rank, each in enumerate(fixes) if each == state] for state in dict.fromkeys(fixes)}

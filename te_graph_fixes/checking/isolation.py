@@ -94,7 +94,7 @@ class Engine:
         return getattr(self._engine, name)
 
     def is_checkpoint_valid(self) -> bool:
-        """Allow reentrant checkpoints: all leaves are inputs, so the engine runs all nodes."""
+        """Return True, which allows reentrant checkpoints: all leaves are inputs, so the engine runs all nodes."""
         return True
 
     def run_backward(
@@ -153,7 +153,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Run compiled functions as in the capture. Otherwise torch would run them uncompiled, with other roundings."""
+        """Return True, so that compiled functions run as in the capture. Uncompiled, they would round otherwise."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +186,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the plain tensors of a tree. Quantized tensors have no memory of their own, but consist of plain ones."""
+    """Return the plain tensors of a tree, or []. A quantized tensor consists of plain tensors, without own memory."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
 
 
@@ -202,7 +202,7 @@ class JobTensors:
         self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
 
     def restore(self) -> dict[str, torch.Tensor]:
-        """Restore all tensors without waiting for the GPU. Return the relative error that each of them had."""
+        """Restore all tensors without waiting for the GPU. Return, by name, the relative error of each before that."""
         changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
             tensor.data.copy_(copy)  # The version is unchanged, because a backward of the job may need the tensor.

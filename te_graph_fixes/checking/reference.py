@@ -84,7 +84,7 @@ class EagerReference:
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return the attribute ``is_first_microbatch`` of each submodule, which Megatron-Core sets; None without it."""
+        """Return the attribute ``is_first_microbatch`` of each submodule, set by Megatron-Core; None without it."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -106,7 +106,7 @@ class EagerReference:
         return ""
 
     def compute(self, run: Microbatch, until: str) -> list[Values]:
-        """Run a microbatch twice up to the end of its ``forward``, ``backward`` or ``wgrad``. Return the new values."""
+        """Run a microbatch twice up to the end of its forward, backward or wgrad (``until``). Return both results."""
         tensors = self._tensors_of_job(with_gradients=until != "forward")
         job = JobTensors(tensors)
         try:
@@ -249,7 +249,7 @@ class EagerReference:
         register(fp8_meta)
 
     def _enter_autocasts(self, stack: ExitStack) -> None:
-        """Enter the autocasts of the capture inside a disabled one.
+        """Enter the autocasts of the capture inside a disabled autocast.
 
         In an autocast, the first FP8 module updates scales. The outer autocast already counts a first module, so the
         modules of the reference do not update scales.

@@ -13,9 +13,9 @@ PREFIX = "_te_"
 
 
 def imported_modules(text: str) -> dict[str, str]:
-    """Return the full name and the text of each support module that ``text`` imports, directly or indirectly.
+    """Return the texts, by full name, of the support modules that ``text`` imports, directly or indirectly.
 
-    A module comes after the modules that it imports.
+    A module comes after the modules that it imports. The result is {} if ``text`` imports none.
     """
     modules: dict[str, str] = {}
     for name in re.findall(rf"from \.+{PREFIX}(\w+) import", text):

@@ -1,4 +1,4 @@
-"""The flag of the first FP8 module of an autocast, which a replay leaves as the eager module would."""
+"""Take the flag of an autocast's first FP8 module at a replay, if the eager module would take it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_
 
 
 class FirstModule:
-    """The flag at the replays of one graph, which take it only if a module took it in the capture."""
+    """The flag of the first FP8 module at the replays of one graph. A replay takes it only if the capture did."""
 
     def __init__(self, replay: Any) -> None:
         """Add the step to the replays of the graph."""
@@ -20,16 +20,16 @@ class FirstModule:
     def is_in_graph(self) -> bool:
         """Return whether the first FP8 module of the current autocast is in the graph.
 
-        Outside of an autocast, it is the first module of an autocast inside the graph.
+        Outside of an autocast, return whether the graph contains an autocast with an FP8 module that has a backward.
         """
         if not self._is_in_graph:
             return False
         return bool(is_first_module()) if autocast_depth() else bool(self._used.has_own_backward)
 
     def take(self, ctx: Any, outputs: Any) -> Any:
-        """Take the flag of the replay's autocast if an eager module would: if an input or a parameter needs a gradient.
+        """Take the flag if an input or a parameter needs a gradient, as an eager module does. Return ``outputs``.
 
-        Parameters that got no gradient in the capture, for example those of a router, are no inputs of ``ctx``.
+        Parameters without a gradient in the capture, such as a router's, are not in ``ctx.needs_input_grad``.
         """
         if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, self._used.owners))):
             set_first_module(False)

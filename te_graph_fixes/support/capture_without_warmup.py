@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Restore the buffers of the ``modules``, their other tensors, and the random states of the CPU, after a warmup.
+    """After a warmup, restore the buffers and other tensors of the ``modules``, and the random states of the CPU.
 
     Modules and tensors in lists, tuples and dicts of a module are restored too. A buffer that the warmup adds stays.
     TransformerEngine itself restores the random states of the GPU.
@@ -41,7 +41,7 @@ def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the modules, and the tensors that are no parameters, in a value, its containers and its modules."""
+    """Yield the modules and the tensors, except parameters, in a value, its containers and its modules."""
     if id(value) in seen:
         return
     seen.add(id(value))

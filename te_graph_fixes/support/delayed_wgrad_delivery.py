@@ -26,9 +26,9 @@ class DelayedGrad(NamedTuple):
 
 
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
-    """Add to ``visited`` the modules of ``called`` that have a pending wgrad after the backward of a warmup.
+    """Add to ``visited[index]`` the modules of ``called`` that have a pending wgrad after the backward of a warmup.
 
-    TransformerEngine records visits by forward hooks, which a direct call of ``forward`` does not run.
+    TransformerEngine records visits by forward hooks, but a direct call of ``forward`` runs no hooks.
     """
     modules = called.modules() if hasattr(called, "modules") else ()
     stores = {module: getattr(module, "wgrad_store", None) for module in modules}
@@ -38,11 +38,11 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
 
 
 def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
-    """Run the `backward_dw` of ``module`` in a warmup or capture, and return the assigned gradients.
+    """Run the `backward_dw` of ``module`` in a warmup or capture. Return the gradients that it assigned, or [].
 
-    ``returned`` are the parameters whose gradients the dgrad returns. During `backward_dw` their ``.grad`` is not None,
-    as in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays
-    run them. Raises RuntimeError in a warmup if wgrads remain.
+    The dgrad returns the gradients of the parameters ``returned``. During `backward_dw` their ``.grad`` is not None, as
+    in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays run
+    them. In a warmup, raise RuntimeError if wgrads remain.
     """
     parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]
@@ -76,8 +76,8 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
     """Return a function that assigns the gradients of a captured wgrad graph after each replay.
 
-    It does not own their memory, because they are read only right after the replay, so later captures may reuse it. The
-    other modules in the graph must not reuse it, because they write their own gradients before this read.
+    The function does not own the memory of the gradients, so later captures may reuse it: the function reads them right
+    after the replay. The other modules in the graph must not reuse this memory, because they would write to it earlier.
     """
     return partial(assign_grads, [each._replace(grad=make_weak_ref(each.grad)) for each in grads])
 
@@ -88,7 +88,7 @@ def _stand_in(parameter: Parameter) -> Tensor:
 
 
 def delayed_biases(modules: Sequence[Module]) -> set[int]:
-    """Return the ids of the biases in ``modules`` whose own module delays its wgrads."""
+    """Return the ids of the biases in ``modules`` whose own module delays its wgrads, or an empty set."""
     return {
         id(bias)
         for outer in modules
@@ -100,7 +100,7 @@ def delayed_biases(modules: Sequence[Module]) -> set[int]:
 
 
 def assign_grads(grads: Iterable[DelayedGrad]) -> None:
-    """Assign copies of a replay's gradients in graph memory, as an eager `backward_dw` does.
+    """Assign copies of ``grads``, the gradients in graph memory, as an eager `backward_dw` assigns gradients.
 
     Parameters frozen after the capture are skipped.
     """
@@ -110,5 +110,5 @@ def assign_grads(grads: Iterable[DelayedGrad]) -> None:
         if not is_bias or parameter.grad is None:
             parameter.grad = None  # frees its memory before the copy is allocated
             parameter.grad = grad.clone()
-        elif parameter.dim() > 1:  # one bias for all experts, to which TransformerEngine adds
+        elif parameter.dim() > 1:  # TransformerEngine adds to the bias of experts, one tensor for all
             parameter.grad.add_(grad)

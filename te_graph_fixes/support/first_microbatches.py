@@ -27,10 +27,7 @@ _MISSING = object()
 
 
 class SavedState:
-    """The cached FP8 weights of modules, and their marks in the places that hold them.
-
-    These places are the module, its classes, or a property or slot.
-    """
+    """The cached FP8 weights of modules, and their marks (attributes of a module or class, properties, slots)."""
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
@@ -40,14 +37,14 @@ class SavedState:
         self._weights = {module: (weights, {**weights}) for module, weights in cached.items() if weights is not None}
 
     def restore_weights(self, modules: Collection[Any]) -> None:
-        """Restore the cached FP8 weights of those of the ``modules`` that cache any."""
+        """Restore the cached FP8 weights of ``modules``. Modules that cache no weights are skipped."""
         for module in self._weights.keys() & {*modules}:
             weights, before = self._weights[module]
             weights.clear()
             weights.update(before)
 
     def restore_marks(self) -> None:
-        """Restore each mark in its place. A mark of a class is not hidden by a mark of its instances."""
+        """Restore each mark where it was. A module gets no attribute that would hide the mark of its class."""
         for owner, value in self._attributes:
             if vars(owner).get(MARK, _MISSING) is value:
                 continue
@@ -60,12 +57,12 @@ class SavedState:
         for module, value in self._values.items():
             if getattr(module, MARK, _MISSING) is value:
                 continue
-            with contextlib.suppress(AttributeError):  # a property without a setter: its value is not the module's
+            with contextlib.suppress(AttributeError):  # a property without a setter
                 delattr(module, MARK) if value is _MISSING else setattr(module, MARK, value)
 
 
 class FirstMicrobatches:
-    """The marks of all modules in one call of `make_graphed_callables`, and the results of its warmup."""
+    """The marks of all modules in one call of `make_graphed_callables`, and the marks passed in its warmup."""
 
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
@@ -83,10 +80,10 @@ class FirstMicrobatches:
         self._flags: dict[Any, GraphFlags] = {}
 
     def restore(self) -> None:
-        """Restore the marks, which the warmup has cleared, except marks that are plain attributes of a class.
+        """Restore the marks that the warmup has cleared, and note which marks are plain attributes of a class.
 
-        If a module only reuses weights, restore those that it cached before the warmup. If there were none, the first
-        replay quantizes the weights of that time, as an eager forward would.
+        If a module only reuses weights, also restore the weights that it cached before the warmup. If it had cached
+        none, its first replay quantizes the current weights, as an eager forward would.
         """
         self.marked_by_class = {
             module
@@ -106,7 +103,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
-        """Make the graph of ``function`` read its own flags, which each ``replay`` fills."""
+        """While active, let the captured graph of ``function`` read its own flags. Each ``replay`` fills them."""
         owners = [module for module in _modules(function) if module in self.marks]
         flags = None
         if self._needs_flags and not self._caches_weights:
@@ -122,9 +119,9 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
-        """Make a recomputation reuse the weights of its forward.
+        """While active, let a recomputation reuse the weights of its forward.
 
-        If it is told that it is a first microbatch, it reads its flags, which still have the values of its forward.
+        A call with ``is_first_microbatch=True`` reads the flags of the graph, which the forward has filled.
         """
         with self._without_shared_flag(state, self._flags.get(replay), in_backward=True) as as_first:
             yield
@@ -133,7 +130,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:
-        """Hide the flag in ``state``, shared by captures with cached weights, from a capture without them."""
+        """Hide TE's shared flag in ``state`` from a capture without cached weights. Yield a record of its calls."""
         shared = state.skip_fp8_weight_update_tensor
         _thread.as_first = _AsFirst(self._owners, in_backward)
         if not self._caches_weights:
@@ -153,7 +150,7 @@ class FirstMicrobatches:
 
 
 class _AsFirst:
-    """The calls that a graph repeats as in a first microbatch, although their marks may differ at a replay.
+    """The captured calls with ``is_first_microbatch=True``. A replay repeats them, whatever its marks are.
 
     Such a call overwrites ``main_grad``, and in delayed scaling it quantizes its weights with the newest scale.
     """
@@ -164,7 +161,7 @@ class _AsFirst:
         self._always: set[Any] = set()
 
     def note(self, module: Any, flag: Any) -> None:
-        """Note that a module was called as in a first microbatch. It quantizes its weights as its ``flag`` says."""
+        """Note a call with ``is_first_microbatch=True``. Without a skip ``flag``, it quantizes its weights."""
         owner = self._owners.get(module)
         if owner is None or not owner.is_first_microbatch:
             return
@@ -235,9 +232,9 @@ class GraphFlags:
     def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
         """Return the flag for a module's weights; None if every call of the module has the same ``is_first``.
 
-        A module called with False each time reuses the weights of an earlier call, and so does its graph. A module
-        without a mark that was called with True in the warmup quantizes its weights at each replay. So does a module
-        whose mark is still True, if it fuses wgrads: with a flag, its graph would no longer overwrite ``main_grad``.
+        If a module is called with False each time, its graph reuses the weights of an earlier call. If a module without
+        a mark was called with True in the warmup, its graph quantizes the weights at each replay. If a module fuses
+        wgrads and its mark is still True, a flag would keep the graph from overwriting ``main_grad``.
         """
         if is_first is None:
             return None
@@ -255,7 +252,7 @@ class GraphFlags:
     def fill(self, call: Any) -> None:
         """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights.
 
-        A mark that is an attribute of a class, or that its forward does not clear, remains.
+        A mark remains if it is an attribute of a class, or if the forward of its module does not clear it.
         """
         for owner, reused in self._reuses.items():
             if owner is None:
@@ -291,7 +288,7 @@ def note_fill(flag: torch.Tensor, value: bool) -> None:
 def needs_fill(flag: torch.Tensor | None, value: bool) -> bool:
     """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
 
-    It must, unless `note_fill` noted this value and the flag has not been written since.
+    False if `note_fill` noted this value and no code has written the flag since.
     """
     filled = getattr(flag, "_te_filled", None)
     return flag is None or bool(filled != (value, flag._version))

@@ -48,37 +48,35 @@ _MIXED_COPIES = (
 class UsedState:
     """The FP8 state of one graph.
 
-    ``in_capture`` lists the states used in the autocast of the capture. Each comes with its own recipe if this differs
-    from the recipe of the autocast, as in attention, else with None. ``of_modules`` lists the states that are copied
-    for a recomputation. Operations of `te.ops` copy no state.
-
-    ``owners`` are the modules and operations of these states, and ``in_autocast`` the owners that use the recipe of the
-    autocast of the capture.
-
     In an autocast, the backward of the first FP8 module updates the scales of all backwards. TE finds this module by a
-    flag, which the first module with a backward takes. Operations of `te.ops` take it without FP8 too.
-    ``has_first_module``: a module in the autocast of the capture took the flag. ``has_own_backward``: a module in an
-    autocast inside the captured module took it. The end of such an autocast restores the flag. ``of_checkpoints``: the
-    flag at the start of each `te.checkpoint`, which a recomputation restores.
-
-    The other fields describe autocasts inside the captured module. ``updates_scales``: the end of such an autocast
-    updates scales, unless the replay is inside another autocast. ``updated_inside``: a state is used before and after
-    such an end. ``updated_in_backward``: eager training updates the scales between two backwards of one module, at the
-    end of a backward of an autocast's first FP8 module.
+    flag, which the first module with a backward takes. Operations of `te.ops` take the flag without FP8 too. The end of
+    an autocast restores the flag of the surrounding autocast.
     """
 
     in_fp8: bool = False
+    """The autocast of the capture enables FP8."""
     modules_in_fp8: dict[Any, bool] = field(default_factory=dict)
+    """The attribute ``fp8`` of each module after the forward."""
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+    """The states used in the autocast of the capture, each with its own recipe (as in attention) or None."""
     of_modules: list[dict[str, Any]] = field(default_factory=list)
+    """The states that are copied for a recomputation. Operations of `te.ops` copy no state."""
     owners: list[Any] = field(default_factory=list)
+    """The modules and operations with these states."""
     in_autocast: list[Any] = field(default_factory=list)
+    """The owners that use the recipe of the autocast of the capture."""
     has_first_module: bool = False
+    """A module in the autocast of the capture took the flag."""
     has_own_backward: bool = False
+    """A module in an autocast inside the captured module took the flag."""
     of_checkpoints: list[bool] = field(default_factory=list)
+    """The flag at the start of each `te.checkpoint`. A recomputation restores it."""
     updates_scales: bool = False
+    """The end of an autocast inside the captured module updates scales, if the replay is outside of autocasts."""
     updated_inside: bool = False
+    """A state is used before and after the end of an autocast inside the captured module."""
     updated_in_backward: bool = False
+    """Eager training updates scales between two backwards of one module."""
 
     def add_to(self, replay: Any) -> None:
         """Add the work of an eager forward on this state to the replays of the graph."""
@@ -139,16 +137,16 @@ class UsedState:
             FP8GlobalStateManager.restore_fp8_meta_tensors(fp8_meta)
 
     def update_scales(self, ctx: Any, outputs: Any) -> Any:
-        """Update the scales as the end of an autocast inside the captured module, and return ``outputs``."""
+        """Update scales, as the end of an autocast inside the captured module does, and return ``outputs``."""
         if ctx.call.takes_grads and not autocast_depth():
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         return outputs
 
 
 class _Queue(list[Any]):
-    """What captured forwards leave for their recomputations. ``taken`` counts the entries that were used.
+    """A queue of values from captured forwards for their recomputations. ``taken`` counts the removed entries.
 
-    TE assumes that the backwards run in the order of the forwards. Two graphs that contain one module do not.
+    TE assumes that backwards run in the order of their forwards. Two graphs of the same module may run otherwise.
     """
 
     taken = 0
@@ -214,8 +212,8 @@ class Capture:
     def begin_backward(self, replay: Any) -> None:
         """Begin the backward of a callable, in the warmup or in the capture.
 
-        A recomputation finds what its own forward left. TE ignores the autocast of a recomputation if ``fp8`` of the
-        module is True, also if the forward of another callable has set it.
+        A recomputation then takes the values of its own forward. TE ignores the autocast of a recomputation if the
+        module's ``fp8`` is True. The forward of another callable may have set ``fp8``, so it is restored.
         """
         used = replay.fp8_state
         for queue in (*_copies_for_recomputations(), activation_recompute_forward._is_first_fp8_module):
@@ -263,10 +261,7 @@ class Capture:
             self.used.updates_scales = True
 
     def end_forward(self, module: Any) -> None:
-        """Note whether the autocast of the capture enables FP8, before it ends, and which modules computed in FP8.
-
-        Note the flags of checkpoints too.
-        """
+        """Note whether the autocast of the capture enables FP8, the modules in FP8, and the flags of checkpoints."""
         self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
         flags = activation_recompute_forward._is_first_fp8_module
         self.used.of_checkpoints = [flag for used, flag in flags if used is self.used]
@@ -284,7 +279,7 @@ class Capture:
     def end(self, replays: Sequence[Any], is_training: bool) -> None:
         """End the capture of all graphs, and add the work on their states to their replays.
 
-        Raises RuntimeError if the graphs cannot compute the numbers of eager training.
+        Raise RuntimeError if the graphs cannot compute the numbers of eager training.
         """
         mixed = [queue for queue in _copies_for_recomputations() if queue and getattr(queue, "taken", 0)]
         self.restore()
@@ -390,8 +385,8 @@ def take_first_module() -> None:
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     """Return whether TE cannot save or restore a module's state in this capture.
 
-    TE can do this only for delayed scaling. For an operation, ``saved`` are its saved states, and TE can restore only
-    these.
+    TE saves and restores only the state of delayed scaling. ``saved`` are the saved states of an operation: TE cannot
+    restore a missing one (None). Return False outside of a capture.
     """
     if not current_capture():
         return False

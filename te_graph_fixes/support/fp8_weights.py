@@ -1,7 +1,7 @@
-"""Owners of the FP8 weights of a graph, which update the weights before each replay of its forward.
+"""Update the FP8 weights of a graph before each replay of its forward.
 
 Before an eager module uses a weight, it computes a missing transpose, or looks up the last workspace. A replay runs no
-Python. The classes below do this work before a replay, on the tensors whose addresses are in the graph.
+Python, so the classes below do this work before a replay, on the tensors whose addresses are in the graph.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_
 class PrimaryWeights:
     """The columnwise data of a module's quantized parameters.
 
-    Kernels read these parts, so the capture does not show which of them its dgrad reads. A part that it does not read
-    is updated too, which costs time and nothing else.
+    All of this data is updated, because the capture does not show which parts the kernels of its dgrad read. An update
+    that no kernel needs costs only time.
     """
 
     def __init__(self, replay: Any, module: Any) -> None:
-        """Add the step to the replays of the graph if there is such data."""
+        """Add the step to the replays of the graph if a parameter has columnwise data."""
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
         quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
@@ -50,12 +50,12 @@ class PrimaryWeights:
 class CachedWeights:
     """The quantized weights cached by the modules of a graph between microbatches.
 
-    The capture does not show which of them its forward asked for, because each module of TE looks up its own. A cached
-    weight that the forward does not use is updated too, to the value that an eager call would compute.
+    All of them are updated, to the values of eager calls. The capture does not show which of them its forward uses,
+    because each module of TE looks up its own weights.
     """
 
     def __init__(self, replay: Any, module: Any) -> None:
-        """Add the step to the replays of the graph if there are such weights."""
+        """Add the step to the replays of the graph if its modules cache weights."""
         self._held = [
             (owner, name, weight, _tensors(weight, vars(weight)))
             for owner in getattr(module, "modules", tuple)()
@@ -95,7 +95,7 @@ def _has(owner: object, tensors: dict[str, Tensor]) -> bool:
 
 
 def _values(owner: Any, name: str) -> Tensor:
-    """Return the unquantized weight ``name`` of a module. A projection may split it into several parameters."""
+    """Return the unquantized weight ``name`` of a module, concatenated if it consists of several parameters."""
     if hasattr(owner, name):
         weight: Tensor = getattr(owner, name)
         return weight

@@ -111,7 +111,7 @@ class Plan:
         flatten: Callable[[Any], tuple[list[Any], Any]],
         unflatten: Callable[[list[Any], Any], Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Return the static inputs of each forward (by `index`), for an order with wgrads.
+        """Return the static args and kwargs of each forward, by `index`, for an order with wgrads.
 
         Microbatches in flight at the same time never share a tensor, even if the caller passed them the same tensor.
         Constants are an exception (`find_constants`). With ``reuse``, as few sets of inputs as possible are used, and
@@ -147,7 +147,7 @@ class Plan:
 
 
 def find_constants(samples: Iterable[Sequence[Any]]) -> set[int]:
-    """Return the addresses of constants among the samples, such as the rotary table of Megatron-Core.
+    """Return the addresses of constants among the samples, such as Megatron-Core's rotary table; or an empty set.
 
     A constant needs no gradient and occurs next to different tensors. In contrast, a caller that reuses the static
     inputs of an earlier microbatch reuses all of them together. A constant is the static input of each of its samples,
@@ -214,11 +214,11 @@ def _copy(tensor: Any) -> Any:
 
 
 def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -> list[list[int]]:
-    """List the grad inputs that may return to the graph memory pool before each entry of ``order`` is captured.
+    """Return the grad inputs that may return to the graph memory pool before each entry of ``order`` is captured.
 
-    Element ``i`` of the result lists callables by `Plan.index`. After entry ``i`` begins, no code reads the gradient
-    returned by the dgrad of such a callable. Only first layers of chunks are listed, because TE's own rule is correct
-    for the others. Raise ValueError for an illegal order.
+    Element ``i`` of the result lists callables by `Plan.index`, or is []. After entry ``i`` begins, no code reads the
+    gradients that the dgrads of these callables return. Only first layers of chunks are listed, because TE's own rule
+    is correct for the others. Raise ValueError for an illegal order.
 
     The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
     a forward each, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The
@@ -286,7 +286,7 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and the forwards that continue the model chunk before it."""
+    """Return the position after ``dgrad`` and after the forwards that continue the last model chunk before it."""
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
     for position, entry in enumerate(entries[end:], end):

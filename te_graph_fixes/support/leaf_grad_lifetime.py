@@ -9,8 +9,9 @@ from typing import Any
 def add_copies(replay: Any, static_grads: Sequence[Any], user_inputs: int) -> None:
     """Make replays return copies of the gradients of leaf inputs, or of any inputs in ``ctx.call.copied_inputs``.
 
-    ``static_grads`` are the gradients in graph memory, None for an input without one. The gradients of this number of
-    ``user_inputs`` come first. TE's autograd function returns all of them last.
+    ``static_grads`` are the gradients in graph memory, or None for an input without a gradient. The first
+    ``user_inputs`` of them belong to the user's inputs, the rest to parameters. TE's autograd function returns all
+    ``static_grads`` after its other results.
     """
     number = len(static_grads)
     with_grad = [index for index in range(user_inputs) if static_grads[index] is not None]

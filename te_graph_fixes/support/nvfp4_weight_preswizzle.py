@@ -14,8 +14,8 @@ ATTRIBUTE = "_te_has_plain_scales"
 def has_plain_scales(module: Any) -> bool:
     """Return whether the weights of ``module`` have plain scales because a capture uses or has used the module.
 
-    The warmup of its first capture is the moment to change the weights that eager calls have cached. In the capture
-    itself, the change would become part of the graph.
+    The first call in a warmup converts the weights that eager calls have cached. In the capture itself, this conversion
+    would become part of the graph.
     """
     if ATTRIBUTE in module.__dict__:
         return True

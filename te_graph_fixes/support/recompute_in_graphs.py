@@ -37,9 +37,9 @@ class ScaleUpdates:
 
 @contextlib.contextmanager
 def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[None]:
-    """Omit the updates of scales in a warmup or in the capture of a backward. Its replays do them.
+    """Omit the updates of scales in a warmup or in the capture of a backward, and add them to the steps of ``replay``.
 
-    The backward also reads the skip ``flag`` of cached weights.
+    ``flag`` is the skip flag of cached weights. A recomputation in the backward reads it too.
     """
     updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
     try:
@@ -55,7 +55,7 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
 
 
 class _Steps:
-    """The steps of a backward with a recomputation. ``first_modules`` are the flags at the start of its checkpoints.
+    """The steps of a backward with a recomputation. ``first_modules``: the flags at its checkpoints.
 
     A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
     microbatches, the end of this inner autocast updates no scales, and its start does not set the flag of the first FP8
@@ -75,9 +75,9 @@ class _Steps:
             self._flag.fill_(ctx.call.skip_update)
 
     def take_update(self, ctx: Any) -> Callable[[], None]:
-        """Take the update of the backward's scales from TE, because the update of the forward's scales comes first.
+        """Prevent TE's update of the backward's scales, because the update of the forward's scales comes first.
 
-        Return a function that returns it.
+        Return a function that restores ``ctx.is_first_module``.
         """
         has_first_module = not autocast_depth() or (ctx.call.was_first_module and any(self._first_modules))
         ctx.call.updates_backward = updates = ctx.is_first_module or (has_first_module and "backward" in self._kinds)
@@ -85,7 +85,7 @@ class _Steps:
         return partial(setattr, ctx, "is_first_module", updates)
 
     def update(self, ctx: Any, gradients: Any) -> Any:
-        """Update the scales as in eager training: the recomputation's autocast ends before the backward."""
+        """Update the forward's scales before the backward's, as in eager training. Return ``gradients``."""
         if "forward" in self._kinds and not autocast_depth():
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
         if ctx.call.updates_backward:

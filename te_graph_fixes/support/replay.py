@@ -1,4 +1,4 @@
-"""What happens at a replay, in which order, and where each fact about the capture is.
+"""The steps of a replay, their order, and the objects with the facts about its capture.
 
 A *callable* here is a graphed module or function, for one microbatch only. Its `Replay` has the record of its capture,
 and the steps that fixes have added. TE's forward, backward and `backward_dw` run these steps in phases:
@@ -20,9 +20,9 @@ wgrad prepare     next                                                          
 wgrad deliver     after that, before TE runs the hooks of gradients                   none
 ================  ==================================================================  ==============================
 
-Among the steps, only a check may refuse a replay. It raises an error, and writes only to its call: a refused replay
-leaves all other state as it was. A step that prepares a replay may borrow state. It then returns a function that gives
-this state back after TE's replay, also if that fails. Its other changes remain.
+Among the steps, only a check may refuse a replay. A check raises an error and writes only to its call, so a refused
+replay changes no other state. A step that prepares a replay may borrow state. The step then returns a function, called
+after TE's replay even if this replay fails, that restores the state. The other changes of the step remain.
 
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
@@ -48,7 +48,7 @@ The `Replay` itself has the facts that several modules read. Each other fact is 
 steps that read it.
 
 Replays change other objects: a `Call` for each replay, `Preconditions` for each callable, and a `MemoryPool` for all
-callables that share memory. `RecipeStates` and `GraphFlags` also note what the last replay of their callable wrote.
+callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
 
 Some fixes edit TE's own code around these phases: the flag of the first FP8 module (`backward-amax-reduction`), the
 condition for filling the skip flag (`stale-fp8-weights`), the list of outputs (`none-outputs`), the copies of parameter
@@ -121,21 +121,22 @@ class Call:
 
     ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
     arguments. Their tensors are dropped after the replay. ``skip_update`` is TE's argument: True if a graph that caches
-    FP8 weights reuses them, and None if it caches none. ``register_states`` is TE's registration of FP8 states for
-    updates of scales, or None outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
+    FP8 weights reuses them, and None if it caches none. ``reuses_weights`` equals ``skip_update``, unless the graph has
+    flags of its own. ``register_states`` is TE's function that registers FP8 states for updates of scales, or None
+    outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
 
-    ``reuses_weights`` is ``skip_update``, or what the flags of the graph say if it has flags of its own. ``resumed``
-    are modules with the recipe states of the graph, which replace theirs. ``copied_inputs`` are the indexes of inputs
-    whose gradients are returned as copies. ``was_first_module``: no module of the autocast had taken the flag of the
-    first FP8 module before the forward. ``updates_backward``: a step of the backward updates the scales of all
-    backwards, and TE does not. The other attributes belong to `replay-contract`: how the forward was run (in a
-    backward, under the hooks of a checkpoint, in a checkpoint), whether its outputs are returned as copies, and the
-    time of its replay.
+    `replay-contract` reads ``in_backward``, ``has_hooks`` (of a checkpoint), ``in_checkpoint`` and ``time``.
     """
 
     resumed: Sequence[Any] = ()
+    """Pairs of a module and its recipe states in the graph, which become the states of the module."""
     copied_inputs: Sequence[int] = ()
-    was_first_module = updates_backward = in_backward = has_hooks = in_checkpoint = copies_outputs = False
+    """The indexes of inputs whose gradients are returned as copies."""
+    was_first_module = False
+    """Before the forward, no module of the autocast had taken the flag of the first FP8 module."""
+    updates_backward = False
+    """A step of the backward, instead of TE, updates the scales of all backwards."""
+    in_backward = has_hooks = in_checkpoint = copies_outputs = False
     time = 0
 
     def __init__(
@@ -156,7 +157,7 @@ class Replay:
 
     ``name`` is its name in errors. ``fp8_state`` is the FP8 state that its forward uses (`fp8-state-at-replay`).
     ``record`` contains the facts that the checks of `replay-contract` need, and ``observed`` collects them during the
-    capture. What only the steps of one fix read is in the objects that add these steps.
+    capture. Facts that only one fix reads are in the objects that add its steps.
     """
 
     name = "This graphed callable"
@@ -176,7 +177,7 @@ class Replay:
         insort(ranks, rank)
 
     def _replay(self, phase: str, context: Any, replay: Callable[..., Any], *arguments: Any) -> Any:
-        """Prepare a replay, replay by TE's code, and return the borrowed state."""
+        """Run the steps of ``phase``, then TE's ``replay``. Restore the borrowed state, and return TE's result."""
         returns = []
         try:
             for step in self._steps[phase]:
@@ -220,7 +221,7 @@ class Replay:
         function.forward, function.backward = staticmethod(forward), staticmethod(backward)
 
     def wgrad(self, replay: Callable[[], None]) -> None:
-        """Replay the wgrad."""
+        """Run TE's ``replay`` of the wgrad and the steps around it."""
         for step in self._steps["wgrad check"]:
             step()
         self._replay("wgrad prepare", None, replay)

@@ -122,7 +122,7 @@ class SampleArguments:
         return bool(self._eager.broadcasts(call.inputs, call.specs, sample_shapes))
 
     def _more_grads(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
-        """Return which inputs need a gradient although their sample arguments needed none."""
+        """Return, for each input, whether it needs a gradient although its sample argument needed none."""
         return tuple(_of(leaf)[1] and not sample[1] for leaf, sample in zip(leaves, self._samples, strict=True))
 
     def _compare_structures(self, specs: tuple[Any, Any]) -> None:
@@ -137,11 +137,11 @@ class SampleArguments:
             )
 
     def _require_plain(self, key: str, value: Any) -> None:
-        """Refuse an ignored keyword argument that is or holds a tensor.
+        """Raise ValueError for an ignored keyword argument that is or holds a tensor.
 
-        Megatron's layers have a `__call__` of their own, so the capture ran another function than `forward`. Megatron
-        captures layers without attention from their hidden states alone, and still passes its attention mask to them.
-        So a tensor gives only one warning there.
+        Megatron captures layers without attention from their hidden states alone, but passes its attention mask to
+        them. These layers have a `__call__` of their own, so the capture ran another function than `forward`. For them,
+        a tensor only causes a warning.
         """
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
         own_call = isinstance(self._function, torch.nn.Module) and type(self._function).__call__ is not _CALL

@@ -1,7 +1,7 @@
-"""Ask the eager forward of a captured module whether a replay with other arguments computes its numbers.
+"""Run the eager forward of a captured module to decide whether a replay with other arguments equals it.
 
-The capture cannot answer. It does not show how the module uses the shape of an argument, and autograd records nothing
-about an input without a gradient. So the forward runs: once for each question, and only where the replay would raise.
+The capture does not show how the module uses the shape of an argument, and autograd records nothing about an input
+without a gradient. The forward runs once for each question, and only if the replay would raise otherwise.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Specs = tuple[Any, Any]
 
 
 class EagerModule:
-    """Runs the eager forward of a captured module without a trace in the module, its FP8 state or random states."""
+    """Runs the eager forward of a captured module without a change to the module, its FP8 state or random states."""
 
     def __init__(self, module: torch.nn.Module, keywords: Sequence[str]) -> None:
         self._modules, self._forward, self._keywords = [*module.modules()], module.forward, keywords
         self.answers: dict[Any, bool] = {}
 
     def broadcasts(self, leaves: Sequence[Any], specs: Specs, shapes: Sequence[Any]) -> bool:
-        """Return whether the outputs stay the same if tensors are expanded to ``shapes``, as by a replay."""
+        """Return whether the outputs stay equal if the tensors are expanded to ``shapes``. False if a forward fails."""
 
         def answer() -> bool:
             full = [leaf if shape is None else leaf.expand(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -37,7 +37,7 @@ class EagerModule:
         return self._ask(tuple(getattr(leaf, "shape", None) for leaf in leaves), answer, if_unknown=False)
 
     def uses(self, leaves: Sequence[Any], specs: Specs, asked: tuple[bool, ...]) -> bool:
-        """Return whether a gradient flows to one of the leaves that are ``asked`` about."""
+        """Return whether a gradient flows to a leaf for which ``asked`` is true. True if the forward fails."""
 
         def answer() -> bool:
             inputs = [
@@ -68,10 +68,10 @@ class EagerModule:
         return self.answers[question]
 
     def _run(self, leaves: Sequence[Any], specs: Specs) -> list[Any]:
-        """Return the outputs, without their containers. The module computes without FP8."""
+        """Run the forward without FP8, and return the outputs in a flat list."""
         count = specs[0].num_leaves
         args, values = tree_unflatten([*leaves[:count]], specs[0]), tree_unflatten([*leaves[count:]], specs[1])
-        unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # a checkpoint must not see it
+        unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # for checkpoints
         with self._restored(), autocast(enabled=False), unchanged:
             outputs = self._forward(*args, **dict(zip(self._keywords, values, strict=True)))
         leaves_of_outputs: list[Any] = tree_flatten(outputs)[0]

@@ -10,9 +10,9 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 
 def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
-    """Refuse the training graph of a callable with quantized outputs, if TE would quantize their gradients too.
+    """Raise ValueError for a training graph with quantized outputs, because TE would quantize their gradients too.
 
-    If TE reuses the memory of outputs, it also loses their scales.
+    A quantized output without a gradient raises only if TE ``reuses_buffers``, because TE then loses its scale.
     """
     if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
         raise ValueError(
@@ -23,17 +23,17 @@ def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffe
 
 
 def refuse_backward(_ctx: Any) -> None:
-    """Refuse the backward of a graph without one."""
+    """Raise RuntimeError, because no backward was captured."""
     raise RuntimeError(
         "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
     )
 
 
 def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outputs: Sequence[Any] | None) -> None:
-    """Make replays tell autograd which outputs need no gradient: those that needed none in the capture.
+    """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
 
     ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
-    no backward was captured. A capture under `torch.no_grad` does not show which outputs need a gradient in grad mode.
+    no backward was captured. A capture under `torch.no_grad` does not show this, so it adds no step.
     """
     needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
     if grad_outputs is not None:

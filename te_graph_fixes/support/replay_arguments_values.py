@@ -52,9 +52,9 @@ def holds_tensors(value: Any, is_field: bool = False) -> bool:
 
 
 def structure(value: Any) -> Any:
-    """Return the nesting of arguments whose tensors were replaced by None.
+    """Return the nesting of arguments in lists, with None for each tensor. ``value`` has None for them already.
 
-    Containers have equal structures if a callable finds the same tensors at the same indexes and keys.
+    Structures are equal if a callable finds the same tensors at the same indexes and keys.
     """
     if isinstance(value, dict):
         return [(key, structure(item)) for key, item in value.items()]
@@ -64,10 +64,10 @@ def structure(value: Any) -> Any:
 
 
 def read_keywords(function: Any) -> Callable[[str], bool]:
-    """Return a function that tells whether a module or function may read the keyword argument of a name.
+    """Return a function that maps the name of a keyword argument to whether ``function`` may read this argument.
 
-    It may, unless no instruction of its forward loads the parameter (such as the mask of a Mamba layer) or its
-    ``**kwargs``. If the forward is not a function of Python, or looks at its own variables, it may read every keyword.
+    A forward reads only the parameters that its instructions load, and a Mamba layer, for example, never loads its
+    mask. A forward that is not a Python function, or that calls `locals` or the like, may read every argument.
     """
     own = getattr(function, "__dict__", {}).get("forward", getattr(type(function), "forward", function))
     code = getattr(inspect.unwrap(own) if callable(own) else None, "__code__", None)

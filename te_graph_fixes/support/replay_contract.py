@@ -59,9 +59,9 @@ class Preconditions:
 
     The attributes change at replays. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
     ``_recomputed`` are the times of recomputations after the last backward. If equal inputs lead to equal outputs,
-    ``_inputs`` and ``_versions`` are what the last forward read, and ``_since`` is the time of the first replay with
-    these values. ``_inputs`` is None after a backward, because optimizers may then write parameters without a new
-    version.
+    ``_inputs`` and ``_versions`` are the inputs of the last forward and the versions of all tensors that it read, and
+    ``_since`` is the time of the first replay with these values. ``_inputs`` is None after a backward, because
+    optimizers may then write parameters without a new version.
     """
 
     def __init__(self, replay: Any) -> None:
@@ -107,7 +107,7 @@ class Preconditions:
         call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
 
     def note_forward(self, ctx: Any, outputs: Any) -> Any:
-        """Note the replay of the forward. The table at the top of this module lists the kinds of forwards."""
+        """Note the replay of the forward, and return ``outputs``. The table above lists the kinds of forwards."""
         call, record, pool = ctx.call, self._record, self._record.pool
         in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
@@ -140,7 +140,7 @@ class Preconditions:
             self._since = self._record.pool.now + 1
 
     def _repeats_last_forward(self, last: Sequence[weakref.ref[Any]], inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether this replay computes the values of the last one again, so that it overwrites nothing."""
+        """Return whether this replay computes the same values as the last forward, so that nothing is lost."""
         return (
             len(inputs) == len(last)
             and all(ref() is value for ref, value in zip(last, inputs, strict=True))
@@ -171,7 +171,7 @@ class Preconditions:
                 self._require_harmless(other)
 
     def _require_intact_outputs(self, other: Record, inputs: set[int]) -> None:
-        """Check rule 1 of recomputation for the outputs of another callable or microbatch."""
+        """Raise RuntimeError if the outputs of another callable or microbatch break rule 1 of recomputation."""
         pool = self._record.pool
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
@@ -180,7 +180,7 @@ class Preconditions:
             pool.require_untouched(reader, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Record) -> None:
-        """Check rule 2 of recomputation for the last tensors returned by another graph: gradients or outputs."""
+        """Raise RuntimeError if the gradients or outputs last returned by ``other`` break rule 2 of recomputation."""
         record, pool = self._record, self._record.pool
         grads_time = pool.time(other.backward)
         if grads_time > pool.time(other.forward):
@@ -222,7 +222,7 @@ class Preconditions:
             )
 
     def note_backward(self, ctx: Any, gradients: Any) -> Any:
-        """Note the replay of the dgrad. Its gradients are copied if a recomputation may overwrite them."""
+        """Note the replay of the dgrad, and return ``gradients``, which a later step may copy."""
         record, pool = self._record, self._record.pool
         self._recomputed.clear()
         self._inputs = None
@@ -253,9 +253,9 @@ class Preconditions:
 
 
 def _has_checkpoint_hooks() -> bool:
-    """Return whether a checkpoint without reentrant autograd is active. It recomputes by saved-tensor hooks.
+    """Return whether the saved-tensor hooks of a checkpoint without reentrant autograd are active.
 
-    Other hooks, such as those of activation offloading, may be active inside it, so all are inspected.
+    Other hooks, such as those of activation offloading, may be active inside the checkpoint, so all are inspected.
     """
     if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
         return True  # torch before 2.8 cannot list the hooks, so any forward counts as checkpointed

@@ -26,7 +26,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 class UsedMembers:
     """The members of modules that a captured forward used, as a profiler sees them.
 
-    A lookup is ``module.name`` for any name that is no plain attribute, also if there is no such member. ``whole`` are
+    A lookup is ``module.name`` for any name that is no plain attribute, even if the lookup fails. ``whole`` are
     modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
     ``note_forward`` is called for each module that runs.
     """
@@ -102,9 +102,9 @@ class CallableTensors:
 
     The members must be the same objects as at the capture. Others may be added, replaced or removed, because neither
     the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the gradients
-    that the dgrad returns. How a forward uses a parameter that it looked up cannot be seen, so each of these counts as
-    read. So does a parameter in a plain attribute, such as a list, because its use is no lookup. With delayed wgrads,
-    ``backward_dw`` adds to ``main_grad``, and else the backward.
+    that the dgrad returns. A parameter counts as read if the forward looked it up, because its later use cannot be
+    seen. A parameter in a plain attribute, such as a list, counts as read too, because its use needs no lookup.
+    ``backward_dw`` adds to ``main_grad`` if wgrads are delayed, else the backward does.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class CallableTensors:
 
 
 class _Slots:
-    """What must stay the same as at the capture: members or addresses, each with its owner, its key and its name."""
+    """Members or addresses, each with its owner, key and name, that must be the same as at the capture."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Slots:
         return len(self._names)
 
     def require_same(self, callable_name: str) -> None:
-        """Raise RuntimeError if one is different or missing."""
+        """Raise RuntimeError if a member or address is missing, or differs from the capture."""
         are_same: list[bool] = []
         try:
             are_same += map(self._is_same, self._read(self._owners, self._keys), self._at_capture)

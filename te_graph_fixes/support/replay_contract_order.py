@@ -25,9 +25,9 @@ class MemoryPool:
 
     Positions are 1 to ``count``. ``position`` is the position of the last replay. In the current run of replays, which
     began at the time ``run_began``, positions have only increased. A time is a number of replays, and ``now`` is the
-    current time. ``records`` are those of the callables, by the positions of their forwards. ``may_recompute``: in this
-    run of replays, a checkpoint has run a forward and may run it again. Gradients, and the outputs of forwards outside
-    of checkpoints, are then returned as copies.
+    current time. ``records`` maps the position of each forward to its `Record`. ``may_recompute``: in this run of
+    replays, a checkpoint has run a forward and may run it again. Gradients, and the outputs of forwards outside of
+    checkpoints, are then returned as copies.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The record of a capture: what the warmup and the captures of each callable showed."""
+"""The record of a capture: facts about each callable from its warmup and its captures."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Record:
     was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
     that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``recipe`` is the
     recipe of the capture if the callable computes in FP8.
-    ``written`` are the outputs that a forward overwrites. ``watched`` are they and all that a forward reads beside its
-    inputs: with equal inputs, it computes equal outputs while the versions of these tensors stay. It is None if equal
-    inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
+    ``written`` are the outputs that a forward overwrites. ``watched`` are these outputs and all tensors that a forward
+    reads besides its inputs. While their versions are unchanged, equal inputs lead to equal outputs. ``watched`` is
+    None if equal inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
     """
 
     pool: MemoryPool
@@ -60,7 +60,7 @@ class Record:
 
 @dataclass
 class _Observed:
-    """What the warmup and captures of one callable have shown so far. ``ran`` are the modules that the warmup ran."""
+    """The facts about one callable so far, from its warmup and captures. ``ran``: the modules that the warmup ran."""
 
     positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # of each graph, in its memory pool
     recipe: Any = None
@@ -69,7 +69,7 @@ class _Observed:
     used: UsedMembers | None = None
 
     def note_recipe(self, module: torch.nn.Module) -> None:
-        """Note the recipe of the capture's autocast if a module computes in FP8 in it."""
+        """Note the recipe of the capture's autocast if ``module`` computes in FP8 inside this autocast."""
         manager = FP8GlobalStateManager
         # `fp8_graph_capturing` is also true in a module's own autocast.
         if manager.is_fp8_enabled() and manager.get_autocast_state()[-1]:
@@ -116,7 +116,7 @@ class CaptureRecord:
         self._returned: dict[int, list[torch.Tensor]] = {}
 
     def note_warmup(self, replay: Any, module: torch.nn.Module, outputs: Any) -> None:
-        """Note that a callable ran ``module``, and what it returned."""
+        """Note that a callable ran ``module`` and returned ``outputs``."""
         observed = replay.observed
         observed.ran.add(module)
         observed.note_recipe(module)
@@ -163,7 +163,7 @@ class CaptureRecord:
         static_inputs: Sequence[torch.Tensor],
         retains_graph: bool,
     ) -> None:
-        """Turn all that was observed of a callable and microbatch into the record of its replay.
+        """Create the record of one callable and microbatch from the observed facts, and assign it to its replay.
 
         ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
         callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
@@ -220,7 +220,7 @@ class CaptureRecord:
         """Return whether a tensor existed before the warmup, and no forward has written it since.
 
         Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
-        compared too. If it was returned only once, nothing is known, and it counts as written.
+        compared too. A buffer that was returned only once counts as written, because nothing is known about it.
         """
         known, version_before = self._versions.get(id(tensor), (None, None))
         returned = self._returned.get(storage_of(tensor))
@@ -318,7 +318,7 @@ def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.
     """Return the position from which graphs may have received memory that a forward wrote, and advice for an error.
 
     With ``retains_graph``, autograd's graph of the outputs retains this memory until the end of the capture, unless TE
-    has released the outputs to reuse their memory. Functions of TE release in their backward what they saved.
+    has released the outputs to reuse their memory. Functions of TE release their saved tensors in their backward.
     """
     if not retains_graph:
         return backward, " For several backwards of one forward, capture with retain_graph_in_backward=True."

@@ -34,7 +34,7 @@ class Generators:
             replay.add("wgrad prepare", "lend generators", self.lend)
 
     def lend(self, *_: Any) -> Callable[[], None] | None:
-        """Copy the states of replaced generators to the captured ones. Return a function that copies them back."""
+        """Copy the states of replaced generators to the captured ones. Return the reverse function, or None."""
         if not (replaced := self._replaced()):
             return None
         _copy_states(replaced)

@@ -48,7 +48,7 @@ class RecipeStates:
             replay.add("backward check", "require recipe states", self.check_backward)
 
     def check(self, call: Any) -> None:
-        """Find the modules whose eager forward would initialize their FP8 state again (``call.resumed``).
+        """Set ``call.resumed`` to the modules whose eager forward would initialize their FP8 state again.
 
         Raise RuntimeError if they would get another kind of state than in the capture. Modules run by
         ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
@@ -98,7 +98,7 @@ class RecipeStates:
             )
 
     def _follows(self, module: Any, compared: list[Any]) -> bool:
-        """Return whether an eager forward of the module would not look at its recipe again."""
+        """Return whether an eager forward of the module would keep its FP8 state, because the recipe is unchanged."""
         is_module = "fp8_meta" in vars(module)
         runs_in_fp8 = not is_module or module.fp8 or module in self._in_bf16_last
         return runs_in_fp8 and (not is_module or _equals(module.fp8_meta["recipe"], compared))
@@ -147,7 +147,7 @@ class _State:
             )
 
     def _state_of_attention(self) -> Any:
-        """Return the state that attention would create. Attention chooses its own recipe, so a copy of it is asked."""
+        """Return the state that attention would create. A copy creates it, because attention chooses its own recipe."""
         module = self._module
         copy = object.__new__(type(module))
         new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}

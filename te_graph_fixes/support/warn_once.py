@@ -16,7 +16,7 @@ def warn_once(text: str, key: str = "", category: type[Warning] = UserWarning) -
         return
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
-        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` skips these
+        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` skips these frames
         frame = frame.f_back
     warnings.warn(text, category, stacklevel=level)
     _warned.add(key or text)  # last, so that a warning that is turned into an error is raised each time

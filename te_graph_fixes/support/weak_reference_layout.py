@@ -15,7 +15,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def view_like(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """View ``memory``, the bytes of ``tensor``, with its dtype, shape and strides."""
+    """Return a view of ``memory``, the bytes of ``tensor``, with the dtype, shape and strides of ``tensor``."""
     view = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     # Conjugation and negation are only flags of a tensor. Its memory has the values without them.
     if tensor.is_conj():
