@@ -383,6 +383,12 @@ def test_links_have_targets(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
+def test_the_skill_has_a_name_and_a_description() -> None:
+    """Agents find a skill by these two keys, each at the start of a line."""
+    page = (ROOT / "skills" / "te-graph-fixes" / "SKILL.md").read_text()
+    assert re.findall(r"^(\w+):", page.split("---\n")[1], re.MULTILINE) == ["name", "description"]
+
+
 def test_only_generated_parts_have_the_address() -> None:
     repository, issues = urls()["Repository"], urls()["Issues"]
     assert issues.startswith(repository)
