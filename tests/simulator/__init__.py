@@ -1,8 +1,8 @@
 """Run TransformerEngine's own Python, CUDA graphs included, on a machine without a GPU.
 
-Call :func:`install` before anything of TransformerEngine (TE) is imported, or start a program with
-``python -m tests.simulator SCRIPT.py ARGS`` or ``python -m tests.simulator -m MODULE ARGS``. See README.md in this
-folder for what is simulated.
+Call :func:`install` before the first import of TransformerEngine (TE), or start a program with
+``python -m tests.simulator SCRIPT.py ARGS`` or ``python -m tests.simulator -m MODULE ARGS``. README.md in this folder
+describes the simulated parts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _installed = False
 
 
 def install() -> None:
-    """Make this process behave as with a built TE and one GPU, the one in ``TE_SIMULATOR_GPU``. Later calls do nothing.
+    """Simulate, in this process, a built TE and the GPU named by ``TE_SIMULATOR_GPU``. Later calls do nothing.
 
-    New memory is full of NaN, so that no result can depend on it. With ``TE_SIMULATOR_MEMORY=as found``, it has what
-    torch leaves in it, mostly zeros.
+    New memory is full of NaN, so that no result can depend on it. With ``TE_SIMULATOR_MEMORY=as found``, its values are
+    those of torch's new CPU memory, mostly zeros.
     """
     global _installed
     if _installed:
@@ -28,7 +28,7 @@ def install() -> None:
     # TE looks for its shared libraries unless it believes that it is being built.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
 
-    # dynamo, which TE imports, lists torch's functions once; it must see torch's own.
+    # TE imports dynamo. dynamo lists torch's functions at its import, so it must see the original functions.
     importlib.import_module("torch._dynamo")
     from . import device, extension, runtime
 
@@ -42,5 +42,5 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Return whether this process simulates."""
+    """Return whether `install` has run in this process."""
     return _installed

@@ -1,8 +1,8 @@
 """Tensors on the CPU that report a GPU as their device: ``device="cuda"`` and similar arguments.
 
-Every tensor of the process is a CPU tensor and reports that it is on ``cuda:0``. Only tensors that the program
-explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``) report that they are on the CPU. Only these
-may be read while a graph is captured.
+Every tensor of the process is a CPU tensor, but reports that it is on ``cuda:0``. Exceptions are tensors that the
+program explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``). They report that they are on the
+CPU, and only they may be read while a graph is captured.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _real(device: torch.device | None) -> torch.device | None:
 
 
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a ``device`` that may be CUDA, and without pinned memory, which needs a GPU's driver."""
+    """Return ``function`` with support for CUDA devices, and without pinned memory, which needs a GPU's driver."""
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _data_ptr(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a ``torch.as_tensor`` that also accepts an address in GPU memory, as TE's weak references pass it."""
+    """Return a ``torch.as_tensor`` that also accepts an address in GPU memory, as TE's weak references pass."""
     plain = _factory(function)
 
     @functools.wraps(function)
@@ -179,17 +179,17 @@ def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands in for ``Tensor.cuda``."""
+    """Stand in for ``Tensor.cuda``."""
     return self.to(CUDA)
 
 
 def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands in for ``Tensor.cpu``."""
+    """Stand in for ``Tensor.cpu``."""
     return self.to(CPU)
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of torch's device contexts with a ``device`` that may be CUDA."""
+    """Return ``function``, the constructor of a device context of torch, with support for CUDA devices."""
 
     @functools.wraps(function)
     def init(self: Any, device: Any) -> None:

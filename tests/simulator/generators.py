@@ -1,7 +1,6 @@
-"""Random generators as on a GPU: objects that share states. The default generator has one state at a time.
+"""Random generators as on a GPU: objects that share states. Only one state is active at a time.
 
-The CPU's default generator draws every random number. Its state is that of the GPU's default generator; other states
-are stored here.
+The CPU's default generator draws every random number, from the active state. This module stores the other states.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import torch
 
 
 class State:
-    """The state of some generators. Graphs refer to it, and draw from it at each replay."""
+    """A state of one or more generators. Graphs refer to it, and draw from it at each replay."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers = numbers
 
     @property
     def numbers(self) -> torch.Tensor:
-        """Return the state from which a generator of torch draws the next numbers."""
+        """Return the state in the form of `torch.get_rng_state`."""
         return torch.default_generator.get_state() if self is active() else self._numbers
 
     @numbers.setter
@@ -27,7 +26,7 @@ class State:
             torch.default_generator.set_state(numbers)
 
     def activate(self) -> State:
-        """Let all operations draw from this state. Return the state from which they drew before."""
+        """Activate this state for all operations. Return the state that was active before."""
         before = active()
         before._numbers = before.numbers
         DEFAULT.state = self
@@ -36,7 +35,7 @@ class State:
 
 
 class Generator(torch.Generator):
-    """Stands in for a generator of the GPU."""
+    """A stand-in for a generator of the GPU."""
 
     state: State
 
@@ -80,5 +79,5 @@ DEFAULT.state = State(torch.default_generator.get_state())
 
 
 def active() -> State:
-    """Return the state from which operations draw."""
+    """Return the active state."""
     return DEFAULT.state

@@ -1,9 +1,9 @@
 """Capture and replay as in ``torch.cuda.CUDAGraph``, with recorded operations on the CPU.
 
-While a graph is captured, a dispatch mode sees every operation of the calling thread, those of autograd's backward
-included. The operation runs once, so that its result has the right shape; its result moves into the memory pool of the
-capture; and what it wrote is put back at the end of the capture, because on a GPU nothing runs while a graph is
-captured. Replay runs the recorded operations again, each on the memory that it had at capture.
+While a graph is captured, a dispatch mode sees every operation of the calling thread, autograd's backward included. The
+operation runs once, so that its result has the right shape, and its result moves into the memory pool of the capture.
+The end of the capture restores all memory that an operation wrote, because on a GPU nothing runs while a
+graph is captured. A replay runs the recorded operations again, each on the memory that it had in the capture.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ aten = torch.ops.aten
 
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted,
                 aten.new_empty, aten.new_empty_strided}  # fmt: skip
-"""Operations that only allocate: at replay there is nothing to do."""
+"""Operations that only allocate. A replay does not repeat them."""
 
 _REFUSED = {aten.resize_, aten.resize_as_}
-"""Operations that give an existing tensor new memory, which is no pool's."""
+"""Operations that cannot be captured, because they allocate new memory of an existing tensor outside of pools."""
 
 
 on_launch: Callable[[Any], None] | None = None
-"""Called with each kernel that runs eagerly or at a replay, for tests that count them."""
+"""A function called with each kernel that runs eagerly or at a replay, for tests that count kernels; or None."""
 
 
 class GraphError(RuntimeError):
@@ -38,7 +38,7 @@ class GraphError(RuntimeError):
 
 
 class CUDAGraph:
-    """Stands in for ``torch.cuda.CUDAGraph``."""
+    """A stand-in for ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._keep_graph = keep_graph
@@ -50,7 +50,7 @@ class CUDAGraph:
     def capture_begin(
         self, pool: memory.PoolId | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
-        """Start to record the operations that this thread would run on the GPU."""
+        """Start to record the operations of this thread."""
         if check_input_liveness:
             raise NotImplementedError("simulator: CUDAGraph.capture_begin(check_input_liveness=True)")
         if self._operations is not None:
@@ -74,7 +74,7 @@ class CUDAGraph:
         self._operations = capture.operations
 
     def instantiate(self) -> None:
-        """Make a captured graph executable. The simulator has nothing to do."""
+        """Do nothing: a captured graph of the simulator is executable."""
         self._require_graph("instantiate")
 
     def replay(self) -> None:
@@ -103,7 +103,7 @@ class CUDAGraph:
         return self._pool_id
 
     def register_generator_state(self, generator: generators.Generator) -> None:
-        """Let the operations of the graph draw from the state that a generator has."""
+        """Register the state of ``generator``, from which the operations of the graph may then draw."""
         self._random_states.append(generator.state)
 
     def enable_debug_mode(self) -> None:
@@ -129,7 +129,7 @@ class Capture(TorchDispatchMode):
     """A capture in progress, with its recorded operations, and the content to restore at its end."""
 
     current: Capture | None = None
-    """The capture that is under way; a process has at most one."""
+    """The capture in progress; a process has at most one."""
 
     def __init__(self, pool: memory.Pool, random_states: Iterable[generators.State]) -> None:
         super().__init__()
@@ -151,11 +151,11 @@ class Capture(TorchDispatchMode):
             for now, before in reversed(self._before):
                 now.copy_(before)
         self._before.clear()
-        for state, numbers in self._random_states:  # a capture draws nothing; each replay does
+        for state, numbers in self._random_states:  # only replays draw random numbers
             state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
-        """Return the error for an operation that cannot be captured. It invalidates the capture, as on a GPU."""
+        """Invalidate the capture, as on a GPU, because of an operation that cannot be captured. Return the error."""
         self.failure = self.failure or what
         return GraphError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
@@ -187,10 +187,10 @@ class Capture(TorchDispatchMode):
     def _take_apart(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Let a tensor subclass run the operation with plain tensors, and record those operations.
+        """Return the result of a tensor subclass that runs the operation with plain tensors, and record its operations.
 
-        It does so by calling operations, which come here, and at last ``torch.Tensor.__torch_dispatch__``, which would
-        run the operation past this mode.
+        The subclass calls operations of torch, which this mode records. At last it calls
+        ``torch.Tensor.__torch_dispatch__``, which is replaced meanwhile, because it would bypass this mode.
         """
 
         def last(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +261,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return memory of the pool with the values of ``content``, until the capture ends."""
+        """Return memory of the pool with the values of ``content``, which are removed at the end of the capture."""
         storage = self._pool.allocate(content.nbytes())
         block = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._keep(block)
@@ -269,7 +269,7 @@ class Capture(TorchDispatchMode):
         return storage
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Save the content of memory before an operation writes it, to restore it when the capture ends."""
+        """Save the content of ``tensor`` before an operation writes it. The end of the capture restores the content."""
         if not tensor.numel():
             return
         key = (memory.address(tensor), tensor.size(), tensor.stride(), tensor.dtype)
@@ -281,7 +281,7 @@ class Capture(TorchDispatchMode):
 
 
 def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *arguments: Any) -> None:
-    """Run ``kernel(*arguments)`` as the GPU would: at once, or, while a graph is captured, at each of its replays.
+    """Run ``kernel(*arguments)`` immediately or, while a graph is captured, at each replay of the graph.
 
     The kernel writes only into the tensors ``writes``, which are among its arguments.
     """
@@ -318,7 +318,7 @@ def _takes_itself_apart(kind: type) -> bool:
 
 
 class _plain_execution:
-    """Run operations in this context on the CPU only, without autograd, recording or overrides."""
+    """A context in which operations run on the CPU only, without autograd, recording or overrides."""
 
     def __enter__(self) -> None:
         self._contexts = (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad())
@@ -349,7 +349,7 @@ def _again(
 
 
 def _kernel(operation: Any) -> Any:
-    """Return the kernel of a recorded operation, without the arguments that `_run` and `_drawing` bind."""
+    """Return the kernel of a recorded operation, without its bound arguments."""
     while isinstance(operation, functools.partial):
         if operation.func is _drawing:
             operation = operation.args[1]
@@ -371,9 +371,9 @@ def _aliases(values: Any) -> Any:
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """Yield the arguments that the operation writes into, according to its schema.
+    """Yield the arguments that the operation writes, according to its schema.
 
-    Collectives do not declare them, nor does BatchNorm declare its statistics.
+    The schemas of collectives and of BatchNorm do not declare all written arguments, so these are added.
     """
     if func.namespace == "c10d":
         yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))

@@ -1,14 +1,15 @@
-"""The memory of CUDA graphs: pools that reuse a block once the tensors in it are gone.
+"""The memory of CUDA graphs: pools that reuse a block once the tensors in it are deleted.
 
-By the rules and the sizes of torch's caching allocator, a block is cut from a larger segment, the smallest free block
-that is large enough is taken, neighbouring free blocks are joined, and small and large blocks have their own segments.
-A block is free as soon as the last tensor that owns it is gone. A reader that has only its address (TE's weak
-references, a captured graph) then reads what the next owner writes.
+The rules and sizes are those of torch's caching allocator. A block is cut from a larger segment. The smallest free
+block that is large enough is used, and neighboring free blocks are joined. Small and large blocks have separate
+segments. A block is free as soon as the last tensor that owns it is deleted. A reader that has only the address of the
+block (a weak reference of TE, or a captured graph) then reads the values of the next owner.
 
-Memory outside of pools is the CPU's, and stays allocated while an address is in use. If only addresses are left, a
-GPU could have reused the memory: `overwrite_freed` overwrites it.
+Memory outside of pools is CPU memory, and stays allocated while an address is in use. If no tensor owns such memory, a
+GPU could have reused it, so `overwrite_freed` overwrites it.
 
-`peak` returns the most bytes of both since `reset_peak`, as ``torch.cuda.max_memory_allocated`` does.
+`peak` returns the peak memory in pools and outside of them since `reset_peak`, like
+``torch.cuda.max_memory_allocated``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from torch.utils._pytree import tree_iter
 PoolId = tuple[int, int]
 
 BLOCK = 512
-"""Sizes are rounded up to a multiple of this."""
+"""The unit of block sizes, in bytes. Sizes are rounded up to a multiple of it."""
 
 SMALL = 1 << 20
-"""Blocks up to this size have segments of their own; of a large block, what is left is kept if it is more than this."""
+"""The largest size of a small block, in bytes. The rest of a split large block is used only if it is larger."""
 
 POISON = 0xFF
-"""Fills memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
+"""The byte in memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Segment:
     """A range of memory and its blocks, in the order of their addresses."""
 
     def __init__(self, block_size: int) -> None:
-        """Create a segment for a block of ``block_size`` bytes, and for others that are small or large as well."""
+        """Create a segment for blocks like one of ``block_size`` bytes: for small blocks, or for large blocks."""
         self.small = block_size <= SMALL
         size = _segment_size(block_size)
         raw = np.full(size + BLOCK, POISON, dtype=np.uint8)
@@ -89,14 +90,14 @@ def _segment_size(block_size: int) -> int:
 
 
 class Pool:
-    """The memory that the captures of one pool handle share."""
+    """The memory shared by the captures with one pool handle."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self.graphs = 0
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage of ``nbytes`` bytes, which returns to this pool when no tensor owns it any more."""
+        """Return a storage of ``nbytes`` bytes. Its block becomes free when no tensor owns the storage any more."""
         size = _rounded(nbytes)
         fitting = [
             (block.size, segment.address + block.offset, segment, block)
@@ -113,7 +114,7 @@ class Pool:
             _SEGMENTS.add(segment)
             block = segment.blocks[0]
         segment.take(block, size)
-        # torch.from_numpy holds this very array for as long as the storage lives.
+        # torch.from_numpy keeps a reference to this array while the storage exists.
         array = segment.memory[block.offset : block.offset + nbytes]
         weakref.finalize(array, segment.release, block).atexit = False
         if _is_counting and _count is not None:
@@ -121,7 +122,7 @@ class Pool:
         return torch.from_numpy(array).untyped_storage()
 
     def allocated(self) -> int:
-        """Return the bytes in blocks that a tensor owns."""
+        """Return the bytes in blocks with an owner."""
         return sum(block.size for segment in self._segments for block in segment.blocks if not block.free)
 
     def reserved(self) -> int:
@@ -134,7 +135,7 @@ _POOLS: dict[PoolId, Pool] = {}
 _ids = itertools.count(1)
 
 address = torch.Tensor.data_ptr
-"""Returns the address of a tensor's first element without a call of `address_taken`."""
+"""The function that returns the address of a tensor's first element, without a call of `address_taken`."""
 
 
 def new_pool_id() -> PoolId:
@@ -143,31 +144,31 @@ def new_pool_id() -> PoolId:
 
 
 def enter_pool(pool_id: PoolId) -> Pool:
-    """Return the pool of a handle, which one more graph uses from now on."""
+    """Return the pool of a handle, and count one more graph that uses it."""
     pool = _POOLS.setdefault(pool_id, Pool())
     pool.graphs += 1
     return pool
 
 
 def leave_pool(pool_id: PoolId) -> None:
-    """Count one graph less. After the last graph, the handle refers to a new, empty pool."""
+    """Count one graph less in the pool of a handle. After the last graph, the handle has a new, empty pool."""
     _POOLS[pool_id].graphs -= 1
     if not _POOLS[pool_id].graphs:
         del _POOLS[pool_id]
 
 
 def pools() -> list[Pool]:
-    """Return all pools that a graph uses."""
+    """Return all pools in use by graphs, or []."""
     return list(_POOLS.values())
 
 
 def allocated() -> int:
-    """Return the bytes in blocks of all pools that a tensor owns."""
+    """Return the bytes in blocks with an owner, in all pools."""
     return sum(pool.allocated() for pool in pools())
 
 
 class _Count(TorchDispatchMode):
-    """The bytes of pools, and of tensors that operations created outside of pools since the start of the count."""
+    """Counts the bytes in pools, and the bytes of tensors that operations create outside of pools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _Count(TorchDispatchMode):
         if any(
             "__torch_dispatch__" in vars(base) for kind in types for base in kind.__mro__ if base is not torch.Tensor
         ):
-            return NotImplemented  # it calls operations with plain tensors, which come here
+            return NotImplemented  # the subclass calls operations with plain tensors, which are counted
         for tensor in tree_iter((args, kwargs)):
             self._see(tensor, is_new=False)
         result = func(*args, **(kwargs or {}))
@@ -207,7 +208,7 @@ _is_counting = False
 
 
 def reset_peak() -> None:
-    """Start to count, until a call of `peak`. Existing memory outside of pools is not counted."""
+    """Start to count memory, until a call of `peak`. Existing memory outside of pools is not counted."""
     global _count, _is_counting
     peak()
     _count, _is_counting = _Count(), True
@@ -215,7 +216,7 @@ def reset_peak() -> None:
 
 
 def peak() -> int:
-    """Return the most bytes at one time since `reset_peak`, and stop counting, which is slow."""
+    """Return the peak in bytes since `reset_peak`, and stop counting, because it is slow."""
     global _is_counting
     if _count is None:
         return allocated()
@@ -226,7 +227,7 @@ def peak() -> int:
 
 
 def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int = 0) -> torch.Tensor:
-    """Return a tensor like ``like`` in the memory of ``storage``, ``nbytes_offset`` bytes from its start."""
+    """Return a tensor in ``storage``, at ``nbytes_offset`` bytes, with the dtype, shape and strides of ``like``."""
     offset = nbytes_offset // like.element_size()
     made = torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
     made = made.conj() if like.is_conj() else made
@@ -234,7 +235,7 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
 
 
 class _Outside:
-    """Memory outside of pools whose address graphs or weak references have."""
+    """Memory outside of pools whose address is in a graph or weak reference."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -242,15 +243,15 @@ class _Outside:
         self.__array_interface__ = {"version": 3, "shape": (storage.nbytes(),), "typestr": "|u1", "data": data}
 
     def unowned(self) -> torch.UntypedStorage:
-        """Return a storage that shares the memory and lives as long, but does not own it."""
+        """Return a storage that shares the memory and keeps it allocated, but does not count as an owner."""
         return torch.from_numpy(np.asarray(self)).untyped_storage()
 
     def is_freed(self) -> bool:
-        """Return whether no tensor has this storage any more."""
+        """Return whether no tensor owns the memory any more."""
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
-        """Overwrite the memory with NaN, or a single number, which may be a flag, with 1.0."""
+        """Overwrite the memory with NaN. A single float32 number may be a flag, so it is overwritten with 1.0."""
         content = np.asarray(self)
         content[:] = POISON
         if content.size == 4:
@@ -275,7 +276,7 @@ def overwrite_freed() -> None:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares the memory but does not own it; for a single number, a tensor that owns it."""
+    """Return a tensor that shares the memory of ``tensor`` without owning it. An alias of a single number owns it."""
     at = address(tensor)
     segment = _segment_at(at)
     if segment is not None:
@@ -295,25 +296,25 @@ def address_taken(tensor: torch.Tensor) -> None:
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a contiguous tensor at an address that the program has just read. It does not own the memory."""
+    """Return a contiguous tensor at the address last passed to `address_taken`. The tensor does not own the memory."""
     segment = _segment_at(at)
     taken, start, nbytes = _last_taken or (None, 0, 0)
     if segment is not None:
-        # A separate storage, as on a GPU, so that its references are those of this tensor.
+        # As on a GPU, the tensor has a separate storage, so that references to other tensors are not counted.
         storage, start = torch.from_numpy(segment.memory).untyped_storage(), segment.address
     elif taken is not None and 0 <= at - start < nbytes and (owned := _storage(taken)) is not None:
         storage = _outside(owned)
     else:
-        raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which belongs to nobody known")
+        raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which no known tensor has")
     return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)
 
 
 _last_taken: tuple[StorageWeakRef, int, int] | None = None
-"""The storage of the address taken last, where it begins, and its size. Whoever has an address owns no memory."""
+"""The storage of the address taken last (a weak reference), the address of its start, and its size in bytes."""
 
 
 def _storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage, or None if it was freed."""
+    """Return the storage of ``reference``, or None if the storage was freed."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
     return found
 

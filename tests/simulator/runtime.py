@@ -18,7 +18,7 @@ from .generators import DEFAULT
 from .graph import Capture, CUDAGraph, refuse_in_capture
 
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
-"""The GPUs that can be simulated, and their compute capability. Only Hopper was compared with a GPU."""
+"""The simulated GPUs and their compute capabilities. Only the simulation of Hopper was compared with a GPU."""
 
 GPU = os.environ.get("TE_SIMULATOR_GPU", "hopper")
 if GPU not in GPUS:
@@ -33,17 +33,17 @@ PROPERTIES = SimpleNamespace(
 
 
 def sm_arch() -> int:
-    """Return the capability as TE's C++ compares it."""
+    """Return the compute capability as one number, such as 90, for comparisons as in TE's C++."""
     return 10 * CAPABILITY[0] + CAPABILITY[1]
 
 
 def any_fp8_layout() -> bool:
-    """Return whether per-tensor FP8 products take operands in any layout, so that no transposes are made for them."""
+    """Return whether per-tensor FP8 products read operands in any layout and so need no transposes."""
     return 100 <= sm_arch() < 120 or sm_arch() >= 130
 
 
 class Stream:
-    """Stands in for ``torch.cuda.Stream``: operations of all streams happen in the order of the program."""
+    """A stand-in for ``torch.cuda.Stream``. Operations of all streams run in the order of the program."""
 
     def __init__(self, device: Any = None, priority: int = 0, **other: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -53,13 +53,13 @@ class Stream:
         self.device_index = 0
 
     def wait_stream(self, stream: Stream) -> None:
-        """Wait for the other stream, whose work is already done."""
+        """Do nothing: the work of the other stream is already done."""
 
     def wait_event(self, event: Event) -> None:
-        """Wait for an event, which has happened already."""
+        """Do nothing: the event has already happened."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event at this point of the stream."""
+        """Return ``event``, or a new event, recorded at this point of the stream."""
         return event or Event()
 
     def query(self) -> bool:
@@ -68,7 +68,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        """Wait for the stream, which a capture does not allow."""
+        """Do nothing outside of a capture. In a capture, raise the GPU's error."""
         refuse_in_capture("Stream.synchronize")
 
     def __enter__(self) -> Self:
@@ -81,7 +81,7 @@ class Stream:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``. It measures no time, because there is no GPU."""
+    """A stand-in for ``torch.cuda.Event``, which measures no time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -90,7 +90,7 @@ class Event:
         """Record the event at this point of the stream."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for this event, which has happened already."""
+        """Do nothing: this event has already happened."""
 
     def query(self) -> bool:
         """Return whether the event has happened."""
@@ -98,30 +98,30 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Wait for the event, which a capture does not allow."""
+        """Do nothing outside of a capture. In a capture, raise the GPU's error."""
         refuse_in_capture("Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """Raise an error, because the simulator measures no time."""
+        """Raise NotImplementedError, because the simulator measures no time."""
         raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
 
 
 class Library(ctypes.CDLL):
-    """Stands in for ``ctypes.CDLL``, so that programs find a driver."""
+    """A stand-in for ``ctypes.CDLL``, with which programs find the simulated driver."""
 
     def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
         return Driver() if name == "libcuda.so.1" else super().__new__(cls)
 
 
 class Driver:
-    """Stands in for ``libcuda.so.1``, from which programs read the number of GPUs before they import torch."""
+    """A stand-in for ``libcuda.so.1``. Before importing torch, programs read the number of GPUs from this library."""
 
     def cuInit(self, flags: int) -> int:
-        """Start the driver."""
+        """Return 0, as after a successful start of the driver."""
         return 0
 
     def cuDeviceGetCount(self, count: Any) -> int:
-        """Write the number of GPUs to a pointer."""
+        """Write the number of GPUs, 1, to the pointer ``count``, and return 0."""
         count._obj.value = 1
         return 0
 
@@ -141,7 +141,7 @@ def install() -> None:
     replace(torch.version, cuda="13.0")
     replace(torch, compile=_compile)
     replace(ctypes, CDLL=Library)
-    torch.set_num_threads(1)  # faster for small tensors, and bits that do not depend on the number of cores
+    torch.set_num_threads(1)  # This is faster for small tensors, and results do not depend on the number of cores.
     replace(torch.autocast, __init__=_autocast(torch.autocast.__init__))
 
 
@@ -184,14 +184,14 @@ def _memory_reserved(device: Any = None) -> int:
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """Return the function unchanged for ``torch.compile``, because compiled code would not be recorded."""
+    """Stand in for ``torch.compile``: return ``model`` unchanged, because compiled code would not be recorded."""
     return (lambda function: function) if model is None else model
 
 
 def _autocast(function: Any) -> Any:
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
         if device_type == "cuda" and enabled:
-            raise NotImplementedError("simulator: torch.autocast('cuda'): CPU tensors are not cast by its rules")
+            raise NotImplementedError("simulator: torch.autocast('cuda') does not cast CPU tensors")
         function(self, device_type, dtype, enabled, cache_enabled)
 
     return init

@@ -1,4 +1,4 @@
-"""Test the simulator. Most tests are checks of ``tests/simulator/checks``, which run in a child process."""
+"""Test the simulator. Most tests are the checks of ``tests/simulator/checks``, run in a child process."""
 
 from __future__ import annotations
 

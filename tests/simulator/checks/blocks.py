@@ -1,4 +1,4 @@
-"""Compare the block-scaled formats with TE's reference of NVFP4, the definitions of the others, and cuBLAS's order."""
+"""Compare the block-scaled formats with TE's reference for NVFP4, with their definitions, and with cuBLAS's order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NVFP4 = {
 
 
 def reference() -> Any:
-    """Return TE's reference quantizer, whose name differs between versions."""
+    """Return TE's module with the reference for NVFP4. Its name differs between versions of TE."""
     for name in ("reference_nvfp4", "quantization_ref_nvfp4", "quantization_nvfp4"):
         try:
             return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
@@ -41,7 +41,7 @@ def reference() -> Any:
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return values of very different sizes, with blocks of zeros."""
+    """Return a bf16 tensor of this ``shape`` with values of very different sizes and a block of zeros."""
     rows = torch.exp2(torch.arange(shape[0]) % 23 - 11.0).unsqueeze(1)
     x = gpu(*shape, dtype=torch.float32, seed=seed) * rows
     x[:32, :32] = 0
@@ -49,12 +49,12 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def contents(tensor: Any) -> list[bytes]:
-    """Return all bytes of a quantized tensor. The padding of its scales is never written, and may be NaN."""
+    """Return the bytes of each field of a quantized tensor. Bytes are compared, because padding may be NaN."""
     return [getattr(tensor, name).numpy().tobytes() for name in FIELDS]
 
 
 def cublas_order(scale: torch.Tensor) -> torch.Tensor:
-    """Return the scales in the order that cuBLAS documents. Their shape is a multiple of 128 x 4."""
+    """Return the bytes of ``scale``, whose shape is a multiple of 128 x 4, in the order that cuBLAS documents."""
     out, wide = torch.empty(scale.numel(), dtype=torch.uint8), scale.shape[1] // 4
     for line, block in itertools.product(*map(range, scale.shape)):
         tile = (line // 128 * wide + block // 4) * 512
@@ -67,7 +67,7 @@ def padded(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes of the nearest finite values. If two values are equally near, it is the even code."""
+    """Return the codes of the nearest finite values. Of two equally near values, take the even code."""
     codes = torch.arange(256).to(torch.uint8)
     table = codes.view(dtype).double()
     codes, table = codes[table.isfinite()], table[table.isfinite()]
@@ -104,7 +104,7 @@ def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, tor
 
 
 def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
-    """Assert that data, scales and amaxes of ``out`` are those that TE's reference computes for ``x``."""
+    """Assert that data, scales and amaxes of ``out`` equal the results of TE's reference for ``x``."""
     rows, columns = x.shape
     data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
     assert torch.equal(out._amax_rowwise, amax)

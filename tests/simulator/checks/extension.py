@@ -84,7 +84,7 @@ def check_the_flag_skips_the_update() -> None:
     for quantizer in (delayed(2.0), Float8CurrentScalingQuantizer(E4M3, "cuda")):
         out = tex.quantize(gpu(8, 8), quantizer)
         before = [part.clone() for part in (out._data, out._transpose, out._scale_inv)]
-        amax = getattr(quantizer, "amax", torch.zeros(1)).clone()  # newer TE has none in current scaling
+        amax = getattr(quantizer, "amax", torch.zeros(1)).clone()  # newer TE: no amax in current scaling
         flag.fill_(1.0)
         tex.quantize(gpu(8, 8, seed=1) * 9, quantizer, out, flag)
         assert all(torch.equal(*pair) for pair in zip(before, (out._data, out._transpose, out._scale_inv), strict=True))

@@ -25,7 +25,7 @@ def gpu(*values: float) -> torch.Tensor:
 
 
 def weak(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory by its address, as TE's ``make_weak_ref`` does it."""
+    """Return a tensor at the address of ``tensor``, created as in TE's ``make_weak_ref``."""
 
     class Address:
         __cuda_array_interface__ = {  # noqa: RUF012
@@ -261,7 +261,7 @@ def check_memory_outside_of_pools_that_nobody_owns_gets_other_content() -> None:
     graph.replay()
     assert found[0].isnan().all()
     assert reference.isnan().all()
-    assert found[1].flatten().tolist() == [4, 5]  # a view owns it still
+    assert found[1].flatten().tolist() == [4, 5]  # a view still owns the memory
     owned.clear()
     graph.replay()
     assert found[1].isnan().all()

@@ -1,9 +1,8 @@
 """A stand-in for TE's C extension ``transformer_engine_torch``, with the functions that TE's linear modules call.
 
-Each function does what the real one does: it allocates its results and launches a kernel. The kernels compute on the
-CPU: FP8 with the rounding of torch's float8 types, matrix products in float64, so that the order of summation does not
-matter and a replay gives the bits of the eager run. A missing name can be imported and read, but a call of it
-raises an error that names it.
+Like TE's functions, the functions here allocate their results and launch a kernel. The kernels compute on the CPU. FP8
+has the rounding of torch's float8 types. Matrix products are in float64, so that the order of summation does not matter
+and a replay gives the bits of the eager run. A missing name can be imported and read, but calling it raises an error.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Missing(type):
     def __init__(cls, *args):
         super().__init__(*args)
         cls._number = next(_Missing._numbers)
-        cls.__members__: dict[str, _Missing] = {}  # as in an enumeration: the values that TE has read
+        cls.__members__: dict[str, _Missing] = {}  # the values of an enumeration that TE has read
 
     def __int__(cls):
         return cls._number
@@ -69,7 +68,7 @@ class _Missing(type):
 
 
 class _CommonFinder(importlib.abc.MetaPathFinder):
-    """Replaces ``load_framework_extension`` in ``transformer_engine.common`` after that module was executed."""
+    """Replaces ``load_framework_extension`` in ``transformer_engine.common`` after the execution of that module."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname != "transformer_engine.common":

@@ -1,11 +1,12 @@
-"""Tensors of the block-scaled formats: their memory, the layout of data and scales, and when scales are swizzled.
+"""Tensors of the block-scaled formats: their memory, their layouts of data and scales, and the swizzling of scales.
 
 A tensor has up to two parts, row-wise and column-wise, each quantized from the high-precision source. Column-wise data
-of MXFP8 have the tensor's layout, with blocks along columns; those of NVFP4 and block-scaled FP8 are transposed. Scales
-of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GEMM reads in cuBLAS's order ("swizzled"); those of
-block-scaled FP8 lie as cuBLAS reads them on Hopper, and on Blackwell a GEMM makes MXFP8's of them.
+of MXFP8 have the tensor's layout, with blocks along columns. Column-wise data of NVFP4 and block-scaled FP8 are
+transposed. Scales of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GEMM reads in cuBLAS's order ("swizzled").
+Scales of block-scaled FP8 are stored in the order that cuBLAS reads on Hopper. On Blackwell, a GEMM converts them to
+scales of MXFP8.
 
-The rules are those of the C++ of the TE whose Python is installed.
+The C++ of TE has the same rules, in the version whose Python is installed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Part(NamedTuple):
     height: int
 
     scale_inv = None
-    """A product of such parts has no further scale."""
+    """None, because `matrix` includes the scales of the blocks."""
 
     def lines(self):
         """Return the data as a matrix of bytes with blocks along its rows."""
@@ -66,7 +67,7 @@ class Part(NamedTuple):
         return data.t() if self.upright else data
 
     def scales(self):
-        """Return the scales without padding, a row for each line of blocks; a view of them unless they are swizzled."""
+        """Return the scales without padding, in a row for each line of blocks. Unswizzled scales are a view."""
         lines, columns = self.lines().shape
         if self.kind == TILED:
             scale = self.scale if self.height > 1 else self.scale.t()
@@ -104,7 +105,7 @@ class Part(NamedTuple):
 
 
 def is_block_scaled(value):
-    """Return whether the argument is a quantizer or a tensor of these formats."""
+    """Return whether ``value`` is a quantizer or a tensor of a block-scaled format."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
@@ -114,7 +115,7 @@ def kind_of(value):
 
 def shape_of(tensor):
     """Return the shape of any tensor, quantized or not."""
-    if getattr(tensor, "_data", tensor) is None:  # size() has one order of the dimensions for two of them only
+    if getattr(tensor, "_data", tensor) is None:  # for such a tensor, size() is correct only in two dimensions
         first, *rest = tensor._transpose.shape
         return [*rest, first]
     if not is_block_scaled(tensor) or kind_of(tensor) == MX:
@@ -127,7 +128,7 @@ def shape_of(tensor):
 
 
 def empty(quantizer, shape, dtype):
-    """Return a tensor of TE's own class without content."""
+    """Return an uninitialized tensor of the class that belongs to ``quantizer``."""
     fields = {
         name: torch.empty(size, dtype=kind) if wanted else None
         for columnwise, wanted in usages_of(quantizer)
@@ -202,13 +203,13 @@ def cast(tensor, quantizer, output, noop):
 
 
 def swizzle_after_quantize(tensor, quantizer):
-    """Move the scales to new memory, as ``tex.quantize`` of TE 2.17 and later does at its end, with any no-op flag."""
+    """Swizzle the scales into new memory, as ``tex.quantize`` does from TE 2.17 on, even if the no-op flag is set."""
     if _swizzles_after() and quantizer.optimize_for_gemm:
         swizzle_scales_for_gemm_(tensor)
 
 
 def swizzle_scales_for_gemm_(tensor):
-    """Replace the scales of a tensor by new ones in the order of a GEMM, unless they have this order."""
+    """Replace the scales of a tensor with new scales in the order of a GEMM, unless they are already swizzled."""
     if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
@@ -219,7 +220,7 @@ def swizzle_scales_for_gemm_(tensor):
 
 
 def nvfp4_data_transpose(data, *, out=None):
-    """Return the transpose of a matrix of E2M1 codes. A byte contains two codes, before and after."""
+    """Return the transpose of a matrix of E2M1 codes. Each byte of ``data`` and of the result contains two codes."""
     rows, columns = data.shape
     if rows % 2:
         raise RuntimeError(f"NVFP4 transpose requires an even number of rows (got {rows})")
@@ -230,7 +231,7 @@ def nvfp4_data_transpose(data, *, out=None):
 
 
 def nvfp4_2d_scale_transpose(scale, out, high, wide):
-    """Write the scales of the transpose of ``high`` x ``wide`` blocks to ``out``, one for each row, without padding."""
+    """Write the scales of the transpose of ``high`` x ``wide`` blocks to ``out``. The padding is not written."""
     launch(_transpose_scales, [out], scale, out, high, wide)
 
 
@@ -278,7 +279,7 @@ def skipped(noop):
 
 
 def _as_mxfp8(part):
-    """Return a part of block-scaled FP8 as one of MXFP8: the same codes, with new, swizzled scales."""
+    """Return a part of block-scaled FP8 as a part of MXFP8, with the same codes and new, swizzled scales."""
     lines, columns = part.lines().shape
     scale = torch.empty([tiles(lines) * 128, tiles(columns) * 4], dtype=torch.uint8)
     launch(_convert_scales, [scale], scale, part)
@@ -313,7 +314,7 @@ def _part(tensor, columnwise):
 
 
 def fields_of(quantizer, shape, columnwise):
-    """Return name, shape and type of the fields of one part of a tensor."""
+    """Return (name, shape, dtype) for each field of one part of a tensor with this ``shape``."""
     kind, side = kind_of(quantizer), _side(columnwise)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     lines, along = (columns, rows) if columnwise else (rows, columns)
@@ -364,7 +365,7 @@ def _construct(quantizer, shape, dtype, fields, swizzled, internal):
 
 
 def refuse(quantizer):
-    """Raise an error for options that would change the numbers and are not simulated, also those of a later TE."""
+    """Raise NotImplementedError for options that change numbers but are not simulated, or belong to a later TE."""
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
             raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
@@ -373,7 +374,7 @@ def refuse(quantizer):
 
 
 def random_states(number):
-    """Return the seed of each kernel's random numbers, drawn from the default generator at each replay."""
+    """Return a tensor with a seed for each of ``number`` kernels. The default generator draws it at each replay."""
     states = torch.empty(number, 2, dtype=torch.int64)
     launch(_draw, [states], states)
     return states
@@ -478,7 +479,7 @@ def cast_nv(tensor, parts, height, rht, states, noop):
         values = rows.t() if part.columnwise else rows
         if part.columnwise and rht is not None:
             values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
-        part.amax.copy_(formats.largest(values, 0, 1))  # with RHT by a kernel that knows of no no-op flag
+        part.amax.copy_(formats.largest(values, 0, 1))  # the kernel of the RHT ignores the no-op flag
         if skipped(noop):
             continue
         random = None

@@ -1,8 +1,8 @@
 """The arithmetic of the block-scaled formats, from values to codes and scales and back. Blocks are along rows here.
 
-- MXFP8 (OCP Microscaling Formats 1.0): a power of two, E8M0, for each 32 values, or 32 x 32
-- NVFP4: E2M1 codes, two to a byte; an E4M3 scale for each 16 values, or 16 x 16, and one FP32 scale for the tensor
-- block-scaled FP8: an FP32 scale for each 128 values, or 128 x 128
+- MXFP8 (OCP Microscaling Formats 1.0): FP8 codes, and an E8M0 scale (a power of two) for each block of 32 or 32 x 32
+- NVFP4: E2M1 codes, two in a byte, an E4M3 scale for each block of 16 or 16 x 16, and an FP32 scale for the tensor
+- block-scaled FP8: FP8 codes, and an FP32 scale for each block of 128 or 128 x 128
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def power_of_two(biased):
 
 
 def encode_nvfp4(values, amax, height, random):
-    """Return packed codes and scales of blocks of ``height`` rows. ``random`` numbers round stochastically."""
+    """Return packed codes and scales of blocks of ``height`` rows. Numbers in ``random`` round stochastically."""
     lines, columns = len(values), values.shape[1] // NV_BLOCK
     encode = torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
     encode = encode.masked_fill((amax == 0) | (encode == 0), 1.0)
@@ -71,7 +71,7 @@ def encode_nvfp4(values, amax, height, random):
 
 
 def decode_nvfp4(codes, scale, amax, to):
-    """Return the values of packed codes."""
+    """Return the values of packed codes, as a matrix of dtype ``to``."""
     codes = torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1)
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=to)[codes.long()]
     factor = scale.contiguous().view(torch.float8_e4m3fn).to(to) * amax.to(to)
@@ -95,37 +95,37 @@ def encode_tiles(values, dtype, height, power_of_two_scales, epsilon, infinite):
 
 
 def spread(scale, height, shape):
-    """Return a scale for each value of a matrix with blocks of ``height`` x 128."""
+    """Return a matrix of this ``shape`` with the scale of each value, for blocks of ``height`` x 128."""
     return scale.repeat_interleave(height, dim=0).repeat_interleave(TILE, dim=1)[: shape[0], : shape[1]]
 
 
 def tiles(length):
-    """Return how many blocks of 128 cover a size."""
+    """Return the number of blocks of 128 that cover ``length`` elements."""
     return -(-length // TILE)
 
 
 def swizzle(scale):
-    """Return scales in the order in which cuBLAS reads them, with the same shape, a multiple of 128 x 4."""
+    """Return ``scale``, whose shape is a multiple of 128 x 4, in the order that cuBLAS reads. The shape stays."""
     high, wide = scale.shape
     return scale.reshape(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
 def unswizzle(scale):
-    """Return the inverse of `swizzle`."""
+    """Return the scales that `swizzle` turns into ``scale``."""
     high, wide = scale.shape
     return scale.reshape(high // 128, wide // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
 @functools.cache
 def _divides_by_six():
-    """Return whether TE rounds the scale of a block once more (before 2.14)."""
+    """Return whether TE divides by 6, which rounds the scale of a block once more (before 2.14)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})
 
 
 def _e2m1(values, random):
-    """Return the codes of the nearest values (ties to even, at most 6); with ``random``, of either neighbor."""
+    """Return the codes of the nearest values (ties to even, at most 6), or of a ``random`` neighbor."""
     size = values.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     quotient = size / step

@@ -46,7 +46,7 @@ def te_general_grouped_gemm(
     A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspaces,
     workspace_size, accumulate, use_split_accumulator, math_sm_count,
 ):  # fmt: skip
-    """Compute a product for each pair of ``A`` and ``B``, into the given outputs or into the rows of one output."""
+    """Compute a product for each pair of ``A`` and ``B``, into the outputs or the rows of one. Return ``bias``."""
     if D is None:
         raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
     factors = [_operands(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
@@ -74,7 +74,7 @@ def te_general_grouped_gemm(
 
 
 class Operand(NamedTuple):
-    """One side of a product: its data in memory, the matrix that they form, and its scale."""
+    """One side of a product: its data, whether they are a transpose (``columns_first``), their dtype and scale."""
 
     data: torch.Tensor
     columns_first: bool
@@ -83,7 +83,7 @@ class Operand(NamedTuple):
 
     def matrix(self):
         """Return the values in float64, without the scale."""
-        if self.columns_first:  # a transpose that was made when the tensor was quantized
+        if self.columns_first:  # the quantization has transposed the tensor
             stored = self.data.reshape(self.data.shape[0], -1).t()
         else:
             stored = self.data.reshape(-1, self.data.shape[-1])
@@ -91,7 +91,7 @@ class Operand(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One side of a product, as the multiplication uses it."""
+    """One side of a product, transposed or not."""
 
     operand: Operand | Part
     transposed: bool
@@ -103,7 +103,7 @@ class Factor(NamedTuple):
 
 
 def operand_of(tensor, columnwise):
-    """Return the part of ``tensor`` that the GPU reads. On Hopper, FP8 products need one layout of their inputs."""
+    """Return the data that a GEMM reads. On Hopper, a GEMM reads a transposed FP8 tensor from column-wise data."""
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):
@@ -121,7 +121,7 @@ def operand_of(tensor, columnwise):
 
 
 def _operands(A, transa, B, transb):
-    """Return the two factors and the shape of the product."""
+    """Return both `Factor`s and the shape of the product."""
     shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]
@@ -143,7 +143,7 @@ def _launch(left, right, out, alpha, bias, grad, gelu_in, accumulate):
 
 
 def gemm(left, right, out, alpha, bias, grad, gelu_in, accumulate):
-    """Run the kernel. Sums in float64 are exact or nearly so in any order, and are then rounded once."""
+    """Run the kernel. Sums are in float64 and rounded once, so their order does not matter."""
     rows = left.matrix()
     product = (rows @ right.matrix()) * alpha
     for factor in (left, right):

@@ -25,17 +25,17 @@ def get_cudnn_version():
 
 
 def get_num_cublas_streams():
-    """Return how many streams a grouped GEMM is spread over."""
+    """Return the number of streams of a grouped GEMM."""
     return 4
 
 
 def fused_multi_row_padding(tensor, out, rows, padded_rows):
-    """Copy each group of rows to the head of its larger group in ``out`` and fill up with zeros."""
+    """Copy each group of rows to the start of a larger group in ``out``, and fill the rest with zeros."""
     launch(_copy_groups, [out], out, tensor, list(rows), list(padded_rows))
 
 
 def fused_multi_row_unpadding(tensor, out, padded_rows, rows):
-    """Copy the head of each group of rows to its smaller group in ``out``."""
+    """Copy the first rows of each group to a smaller group in ``out``."""
     launch(_copy_groups, [out], out, tensor, list(padded_rows), list(rows))
 
 

@@ -1,7 +1,7 @@
-"""Grouped tensors: consecutive rows for each of several products, whose numbers only the GPU knows.
+"""Grouped tensors: consecutive groups of rows, one for each product. The numbers of rows are in GPU memory.
 
 The kernels read the numbers of rows at each replay. The groups are stored one after the other, each in the layout of
-a separate tensor, with padded scales. The memory behind the last group is unused.
+a separate tensor, with padded scales. The memory after the last group is unused.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ CURRENT = "Float8CurrentScalingQuantizer"
 
 
 def get_grouped_gemm_setup_workspace_size(number):
-    """Return the bytes for the pointers of ``number`` products."""
+    """Return the size in bytes of the pointers of ``number`` products."""
     return 128 * number
 
 
 def splits_to_offsets(splits, stride):
-    """Return the first element of each group, and the end of the last group."""
+    """Return the index of the first element of each group, and the end of the last group."""
     offsets = torch.empty(len(splits) + 1, dtype=torch.int64)
     launch(_sum_up, [offsets], offsets, splits, stride)
     return offsets
 
 
 def splits_to_offsets_multi(splits, device, *, strides, include_leading_zero, dtypes, bulk_allocate):
-    """Return the splits as int64 on the GPU, and offsets for each of ``strides``, some without the first offset, 0."""
+    """Return the splits as int64 on the GPU, then offsets for each stride, with the leading 0 if it is requested."""
     splits = splits.to(device=device, dtype=torch.int64)
     found = []
     for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
@@ -91,7 +91,7 @@ def group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
 
 
 def bgrad_group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
-    """Return the result of `group_quantize`, and the sum of the rows of each group."""
+    """Return the result of `group_quantize`, and a matrix with the sum of the rows of each group."""
     sums = torch.empty(number, tensor.shape[-1], dtype=tensor.dtype)
     launch(_sum_groups, [sums], sums, tensor, first_dims)
     return group_quantize(tensor, quantizer, number, first_dims, tensor_offsets), sums
@@ -100,7 +100,7 @@ def bgrad_group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=N
 def te_general_grouped_gemm_for_discrete_in(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply each group of rows of ``B`` by its matrix of ``A``, into its rows of ``D``. Return ``D``."""
+    """Multiply each group of rows of ``B`` by a matrix of ``A``, into the same rows of ``D``. Return ``D``."""
     if transb or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
     matrices = for_gemm([operand_of(one, not transa) for one in A])
@@ -113,7 +113,7 @@ def te_general_grouped_gemm_for_discrete_in(
 def te_general_grouped_gemm_for_discrete_out(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply the transpose of each group of rows of ``B`` by the group of ``A``, into a matrix of ``D``."""
+    """Multiply the transpose of each group of ``B`` by this group of ``A``, into a matrix of ``D``. Return ``D``."""
     if transa or not transb or bias is not None or bias_scale is not None:
         raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
     launch(_multiply_each, list(D), list(D), _side(B, True), _side(A, True), B.first_dims, alpha, beta)
@@ -121,7 +121,7 @@ def te_general_grouped_gemm_for_discrete_out(
 
 
 class _Side(NamedTuple):
-    """The row-wise or the column-wise half of a grouped tensor. Without a quantizer, its data are not quantized."""
+    """The row-wise or the column-wise half of a grouped tensor. ``quantizer`` is None if the data are not quantized."""
 
     quantizer: Any
     data: torch.Tensor
@@ -212,7 +212,7 @@ def _construct(tensor, quantizer, number, first_dims, offsets, fields):
 
 
 def _most_scales(rows, columns, number, block, columnwise):
-    """Return the most bytes that the padded scales can need, for any split of the rows."""
+    """Return the largest number of bytes of padded scales, over all splits of the rows."""
     if columnwise:
         return 128 * tiles(columns) * (rows // block + 3 * number)
     return (rows + 127 * number) * -(-(columns // block) // 4) * 4
@@ -278,6 +278,6 @@ def _multiply_each(outs, left, right, first_dims, alpha, beta):
 
 
 def _product(left, right, out, bias, number, alpha, beta):
-    """Compute a product. ``alpha`` and ``beta`` are one number, or one for each product; ``beta`` is 0 or 1."""
+    """Compute product ``number``. ``alpha`` and ``beta`` have one element for all products, or one for each."""
     accumulate = bool(beta[number % len(beta)] == 1)
     gemm(left, right, out, float(alpha[number % len(alpha)]), bias, False, None, accumulate)

@@ -1,4 +1,4 @@
-"""The functions of ``te.optimizers.FusedAdam``: Adam in float32 for lists of tensors, also FP8 weights."""
+"""The functions that ``te.optimizers.FusedAdam`` calls: Adam in float32 for lists of tensors and of FP8 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAMW = 1
 
 
 def multi_tensor_adam(chunk, noop, lists, *options):
-    """Run one step. ``lists`` contain gradients, weights, both moments and, if there are any, FP32 weights.
+    """Run one step of Adam. ``lists`` contain gradients, weights, both moments and, for master weights, FP32 weights.
 
     ``options`` are learning rate, both betas, epsilon, step, mode, whether to correct the bias, and weight decay.
     """
@@ -43,7 +43,7 @@ def _plain(weight):
 
 
 def _adam(noop, grad, weight, rest, options):
-    """Run the kernel. ``rest`` contains both moments and, if it exists, the weight in FP32."""
+    """Run the kernel for one weight. ``rest`` contains both moments and, with master weights, the FP32 weight."""
     if noop.item() == 1:
         return
     rate, beta1, beta2, epsilon, step, mode, corrects, decay = options

@@ -30,7 +30,7 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def quantize(tensor, quantizer, output=None, noop=None):
-    """Return the quantized ``tensor``, in ``output`` if it is given. If the flag ``noop`` is 1, it does not change."""
+    """Return the quantized ``tensor``, or ``output`` with its values. If ``noop`` is 1, ``output`` does not change."""
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
         blocks.swizzle_after_quantize(output, quantizer)
@@ -75,7 +75,7 @@ def cast(tensor, quantizer, output=None, noop=None):
 
 
 def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=False):
-    """Return the quantized parts of ``tensor``, which are consecutive rows, each with its own quantizer."""
+    """Split ``tensor`` into groups of consecutive rows, and return each group, quantized with its own quantizer."""
     parts = torch.split(tensor, list(split_sizes))
     if disable_bulk_allocation or len({type(one) for one in quantizers}) != 1 or not is_block_scaled(quantizers[0]):
         return multi_tensor_quantize(parts, quantizers)
@@ -87,12 +87,12 @@ def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=Fals
 
 
 def multi_tensor_quantize(tensors, quantizers):
-    """Return each tensor, quantized with its quantizer."""
+    """Return a list of the tensors, each quantized with its own quantizer."""
     return [cast(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
 def bgrad_quantize(grad_output, quantizer):
-    """Return the bias gradient of ``grad_output`` and its quantized form."""
+    """Return the bias gradient of ``grad_output``, and the quantized ``grad_output``."""
     bias_grad = torch.empty(grad_output.shape[-1], dtype=grad_output.dtype)
     launch(_sum_rows, [bias_grad], bias_grad, grad_output)
     return bias_grad, cast(grad_output, quantizer)
@@ -112,7 +112,7 @@ def dequantize(tensor, dtype):
 
 
 def fp8_transpose(data, dtype, *, out=None):
-    """Return the transpose of FP8 data, whose leading dimensions are joined to rows."""
+    """Return the transpose of FP8 data, as a matrix: all dimensions but the last are joined before."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
     launch(_transpose, [out], out, data)
@@ -120,7 +120,7 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
-    """Return a quantized tensor without content."""
+    """Return an uninitialized quantized tensor."""
     return _empty(quantizer, shape, dtype)
 
 
@@ -130,9 +130,9 @@ def compute_amax(tensor, amax):
 
 
 def fused_amax_and_scale_update_after_reduction(reduced_amaxes, amax_histories, scales, algorithm, fp8_dtype, margin):
-    """Shift every amax history by one step and derive the scales of the next step from it.
+    """Shift every amax history by one step, and compute the scales of the next step from the histories.
 
-    As in TE's kernel, a history and its scale do not change if there is no new amax.
+    As in TE's kernel, a history and its scale do not change without a new amax.
     """
     if algorithm not in ("max", "most_recent"):
         raise NotImplementedError(f"simulator: amax algorithm {algorithm!r}")
@@ -145,13 +145,13 @@ def fused_amax_and_scale_update_after_reduction(reduced_amaxes, amax_histories, 
 
 
 def multi_tensor_scale(chunk, noop, lists, scale):
-    """Multiply every tensor of the first list by ``scale`` into its partner in the second."""
+    """Multiply every tensor of the first list by ``scale``, and store it in the tensor of the second list."""
     for source, target in zip(*lists, strict=True):
         launch(_multiply, [target], target, source, scale)
 
 
 def multi_tensor_compute_scale_and_scale_inv(chunk, noop, lists, largest, power_of_two, epsilon):
-    """Compute the scale, and its inverse, of each largest magnitude."""
+    """Compute the scale and the inverse scale for each amax in the lists."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         launch(_store_scale, [scale, scale_inv], amax, scale, scale_inv, largest, power_of_two, epsilon)
 
@@ -171,7 +171,7 @@ def _transposed_shape(shape):
 
 
 def _empty(quantizer, shape, dtype):
-    """Return a tensor of TE's class with the representations that the quantizer requests (Hopper: with a transpose)."""
+    """Return an uninitialized tensor of TE's class with the representations that the quantizer requests."""
     if is_block_scaled(quantizer):
         return blocks.empty(quantizer, shape, dtype)
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor, Float8TensorStorage
@@ -215,7 +215,7 @@ def _match_usage(output, quantizer):
 
 
 def _needs(quantizer):
-    """Return whether a tensor of per-tensor FP8 has data, and whether it has a transpose."""
+    """Return whether a per-tensor FP8 tensor of this quantizer has data, and whether it has a transpose."""
     return quantizer.rowwise_usage or any_fp8_layout(), quantizer.columnwise_usage and not any_fp8_layout()
 
 
@@ -228,7 +228,7 @@ def _largest_magnitude(values):
 
 
 def _quotient(largest, amax):
-    """Return the scale, rounded once. In torch, ``number / tensor`` multiplies with the reciprocal and rounds twice."""
+    """Return ``largest / amax``, rounded once. In torch, ``number / tensor`` rounds the reciprocal too."""
     return torch.full_like(amax, largest).div(amax).clamp(max=_LARGEST_FLOAT)
 
 
