@@ -156,9 +156,9 @@ class Preconditions:
         record = self._record
         if record.recipe and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
-                f"{record.name}: a checkpoint recomputes this FP8 graph outside the autocast of its capture. The graph "
-                "would compute in FP8, unlike its module. Use te.checkpoint, which enters the autocast again, or run "
-                "the backward in the autocast."
+                f"{record.name}: a checkpoint recomputes this FP8 graph outside te.autocast. The graph would compute "
+                "in FP8, but its module would not. Use te.checkpoint, which enters the autocast again, or run the "
+                "backward inside te.autocast."
             )
         if record.outputs.include(inputs):
             raise RuntimeError(
