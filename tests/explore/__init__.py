@@ -1,1 +1,1 @@
-"""Random programs, through graphs and eagerly: ``python -m tests.explore`` (docs/maintainers/explorer.md)."""
+"""Compare random programs with graphs and eagerly: ``python -m tests.explore`` (docs/maintainers/explorer.md)."""

@@ -1,6 +1,6 @@
-"""``python -m tests.explore --seed S --programs N``: draw programs, run them eagerly and through graphs, and compare.
+"""``python -m tests.explore --seed S --programs N``: compare N random programs with graphs and eagerly.
 
-On a machine without a GPU they run on the simulator. See docs/maintainers/explorer.md.
+Without a GPU, the programs run on the simulator. See docs/maintainers/explorer.md.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .programs import FOUND, draw, draw_broken, shrink
 from .scripts import as_python, script
 
 REFUSED = {
-    r"captured for": "a graph's arguments are not those of its samples",
+    r"captured for": "arguments of a graph that differ from its sample arguments",
     r"returns a quantized tensor": "an FP8 output of a graph",
-    r"captured with is_first_microbatch=True": "marks that stay True, with fused wgrads",
+    r"captured with is_first_microbatch=True": "marks that stay True, although wgrads are fused",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
-"""Messages of documented refusals: no finding."""
+"""The reasons of documented errors, by their messages. A program that raises one of them is no finding."""
 
 FINDINGS = ("wrong", "crash")
 VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program) -> dict[str, Any]:
-    """Run a program in this process, or in two ranks, and return its verdict: for ranks, the worse one."""
+    """Run a program in this process or in two ranks, and return its verdict, or the worse verdict of the two ranks."""
     from tests.verify.driver import setting
 
     setting.use(program)
@@ -53,7 +53,7 @@ def judge(program: Program) -> dict[str, Any]:
     from .kinds import connect
 
     connect()
-    signal.alarm(Server.limit)  # a fork does not inherit it
+    signal.alarm(Server.limit)  # a fork does not inherit the alarm
     found: list[Any] = [{}, {}]
     setting.dist.all_gather_object(found, judge_rank())
     if setting.dist.get_rank():
@@ -86,18 +86,18 @@ def judge_rank() -> dict[str, Any]:
 
 
 class Server:
-    """A process with one setting of the fixes, which runs programs.
+    """A process that runs programs with one setting of the fixes.
 
-    Each program runs in a fork of it. A process that uses a GPU has no usable forks: it runs one program after the
-    other, and what it finds counts if a new process finds it too.
+    Each program runs in a fork of the process. A fork cannot use a GPU if the process has used it. On a GPU, the
+    process therefore runs one program after the other, and a finding counts only if a new process finds it too.
     """
 
     files: ClassVar[list[Any]] = []
     forks = True
     broken = False
-    """Whether programs may break what a capture has fixed, and be refused for it."""
+    """Whether programs may break replay preconditions, so that errors are no findings."""
     limit = 120
-    """Seconds that one program may take."""
+    """The time limit of a program in seconds."""
 
     def __init__(self, switch: str = "on", disable: str = "") -> None:
         self._setting = switch, disable
@@ -108,7 +108,7 @@ class Server:
         self.process = os.fork()
         if not self.process:
             for file in (os.fdopen(requests, "w"), os.fdopen(answers), *Server.files):
-                file.close()  # otherwise their reader would not see their end
+                file.close()  # otherwise the reader would not see the end of the pipe
             try:
                 self._serve(theirs, ours)
             finally:
@@ -150,7 +150,7 @@ class Server:
                 program = Program(**fields)
                 verdict = judge(program) if graphs is None else measure(program, graphs)
                 if not Server.forks:
-                    torch.cuda.synchronize()  # after an illegal memory access that raises, and this process ends
+                    torch.cuda.synchronize()  # after an illegal memory access, this raises, and the process ends
                 answer(verdict)
                 if Server.forks:
                     return
@@ -169,7 +169,7 @@ class Server:
         return found
 
     def measure(self, program: Program, graphs: bool = True) -> dict[str, Any]:
-        """Return the results and the costs of a program, see `regressions.measure`."""
+        """Return the result of `regressions.measure` for a program."""
         return self._ask(program, graphs)
 
     def _ask(self, program: Program, graphs: bool | None = None) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Server:
         return {**found, "seconds": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
-        """End the process. The next program starts another one."""
+        """End the process. The next program starts another process."""
         if self.process:
             os.kill(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
@@ -195,7 +195,7 @@ class Server:
 
 
 def activate(switch: str, disable: str) -> None:
-    """Apply the fixes in this process, and import TE."""
+    """Apply the selected fixes in this process, and import TE. Raise ValueError if a fix cannot be applied."""
     if switch != "off":
         os.environ["TE_GRAPH_FIXES"] = switch
         os.environ["TE_GRAPH_FIXES_DISABLE"] = disable
@@ -210,7 +210,7 @@ def activate(switch: str, disable: str) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether there is a GPU, seen by a fork: a process that has used it has no usable forks."""
+    """Return whether there is a GPU. A fork looks for it, because after using a GPU this process could not fork."""
     import torch
 
     child = os.fork()
@@ -220,7 +220,7 @@ def has_gpu() -> bool:
 
 
 def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Share the numbers up to ``count`` between ``--jobs`` processes."""
+    """Call ``work`` in each of ``--jobs`` processes, which share the numbers below ``count``."""
     fork = multiprocessing.get_context("fork")
     begun = fork.Value("i", 0)
 
@@ -246,7 +246,7 @@ def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[in
 
 
 def note(options: argparse.Namespace, line: dict[str, Any], say: bool = True) -> None:
-    """Append a line to the file of results immediately, and print it."""
+    """Append a line to the file of results immediately. Print it if ``say`` is true."""
     text = json.dumps(line)
     with open(options.results, "a") as results:
         results.write(text + "\n")
@@ -259,7 +259,7 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 
 def find(options: argparse.Namespace) -> int:
-    """Run programs with the fixes that the environment asks for; write a script for each finding."""
+    """Run programs with the selected fixes, write a script for each finding, and return the exit status."""
     examples = [*FOUND.values()] if options.found else []
 
     def work(numbers: Iterable[int]) -> None:
@@ -296,14 +296,15 @@ def find(options: argparse.Namespace) -> int:
 
 
 def more_than_costs(line: dict[str, Any]) -> set[str]:
-    """Return the kinds of what is worse with the fixes, without higher costs."""
+    """Return the kinds of regressions in a line, without higher costs; an empty set if there are none."""
     return {each.split(":")[0] for each in line["worse"]} - {"cost"}
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run programs with TE alone and with the fixes, and list the regressions. More costs are listed, too.
+    """Run programs with TE alone and with the fixes, and list regressions and higher costs.
 
-    The exit status is 1 if eager training differs, or a program that TE alone runs correctly does not stay correct.
+    Return the exit status: 1 if eager training differs, or if a program that TE alone runs correctly does not stay
+    correct with the fixes, else 0.
     """
     from .regressions import regressions
 
@@ -321,7 +322,7 @@ def compare(options: argparse.Namespace) -> int:
         for seed in (options.seed + number for number in numbers):
             program = draw(seed, options.gpu, ranks=False)
             line = compared(program)
-            if more_than_costs(line) and not Server.forks:  # it counts if new processes find it, too
+            if more_than_costs(line) and not Server.forks:  # a regression counts if new processes find it too
                 alone.close()
                 fixed.close()
                 line = compared(program)
@@ -353,22 +354,22 @@ def compare(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first program is that of this seed")
-    parser.add_argument("--programs", type=int, default=100, help="how many, each of the next seed")
-    parser.add_argument("--limit", type=int, default=120, help="seconds that one program may take")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first program")
+    parser.add_argument("--programs", type=int, default=100, help="the number of programs; each has the next seed")
+    parser.add_argument("--limit", type=int, default=120, help="the time limit of a program in seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the processes are spread over")
+    parser.add_argument("--gpus", type=int, default=1, help="the number of GPUs that the processes share")
     parser.add_argument("--switch", default="on", help="TE_GRAPH_FIXES for the programs")
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
-    parser.add_argument("--results", default="", help="append a line for each program to this file, at once")
+    parser.add_argument("--results", default="", help="append a line for each program to this file")
     parser.add_argument(
         "--regressions", action="store_true", help="compare TE alone with the fixes: values, and costs on the simulator"
     )
-    parser.add_argument("--scripts", default="", help="the folder for the scripts of what is found")
-    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="leave what is found as it is")
+    parser.add_argument("--scripts", default="", help="the folder for scripts that repeat the findings")
+    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="do not reduce programs of findings")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
-    parser.add_argument("--broken", action="store_true", help="programs that may break what a capture has fixed")
-    parser.add_argument("--found", action="store_true", help="run the programs that have found something, instead")
+    parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")
+    parser.add_argument("--found", action="store_true", help="run the programs of earlier findings instead")
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")

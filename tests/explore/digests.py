@@ -1,4 +1,4 @@
-"""Short texts of errors, and digests of the results of programs."""
+"""Shorten the texts of errors, and compute digests of the results of programs."""
 
 from __future__ import annotations
 

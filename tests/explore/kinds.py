@@ -1,4 +1,4 @@
-"""Modules, events and ranks of the explorer's programs, beside what `verify` has."""
+"""Modules, events and ranks of the explorer's programs, in addition to the modules and events of `verify`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.verify.driver.training import Training, event, fp8_state
 
 
 def connect() -> None:
-    """Connect two ranks: torchrun's ranks, or, on the simulator, this process and a fork of it."""
+    """Connect two ranks. They are torchrun's ranks or, on the simulator, this process and a fork of it."""
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group("nccl")
@@ -45,7 +45,7 @@ def connect() -> None:
 
 
 class Sequences(torch.nn.Module):
-    """A module that gives attention the tokens of two sequences."""
+    """A module that passes tokens to attention as two sequences."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
         return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
@@ -56,7 +56,7 @@ class Attention(Sequences, te.MultiheadAttention):
 
 
 class Layer(Sequences, te.TransformerLayer):
-    """Self-attention and an MLP, with dropout behind each."""
+    """Self-attention and an MLP, each followed by dropout."""
 
 
 @module
@@ -94,7 +94,7 @@ class Unused(Block):
 
 @module
 class Counting(Block):
-    """A module that counts its forwards in a buffer, and scales its output with the count."""
+    """A module that counts its forwards in a buffer, and multiplies its output by the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Teacher(Block):
 
 @module
 class Router(Block):
-    """Returns whole numbers, from which eager code makes the input of the next layer."""
+    """A module that returns integers. Eager code computes the input of the next layer from them."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return (super().forward(x).argmax(-1, keepdim=True),)
@@ -127,7 +127,7 @@ class Router(Block):
 
 @module
 class Listed(Block):
-    """Runs a frozen projection that is in a list, so it is no submodule."""
+    """A module that runs a frozen projection in a list, which is therefore no submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Listed(Block):
 
 @module
 class Returning(Block):
-    """Returns a bias, as with ``return_bias``, a buffer and its input, which eager code uses."""
+    """A module that also returns a bias (as with ``return_bias``), a buffer and its input. Eager code uses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Returning(Block):
 
 @module
 class Detached(Block):
-    """Returns a detached state, which eager code uses."""
+    """A module that also returns a detached tensor. Eager code uses this tensor."""
 
     def forward(self, x: torch.Tensor) -> Any:
         state = self.first(x)
@@ -182,7 +182,7 @@ class TwoPrecisions(torch.nn.Module):
 
 @module
 def patched() -> Any:
-    """Return a block with another forward on the instance, as set by adapter libraries."""
+    """Return a block whose instance has a ``forward`` of its own, as set by adapter libraries."""
     block = Block()
     block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
     return block
@@ -190,7 +190,7 @@ def patched() -> Any:
 
 @module
 def patched_inside() -> Any:
-    """Return a block with another forward on its first projection, which calls the one before."""
+    """Return a block whose first projection has another ``forward``, which calls the original one."""
     block = Block()
     before = block.first.forward
     block.first.forward = lambda x, **options: torch.tanh(before(2 * x, **options))
@@ -213,7 +213,7 @@ class Masked(Block):
 
 @module
 class Fp8Output(Block):
-    """A projection whose output is in FP8, as another projection takes it."""
+    """A projection whose output is in FP8, the input format of another projection."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x), fp8_output=True)
@@ -221,7 +221,7 @@ class Fp8Output(Block):
 
 @module
 class Adapted(Block):
-    """Frozen projections with an adapter beside the first."""
+    """Frozen projections, with a trained adapter parallel to the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class CoreAttention(Block):
 
 @module
 class Parallel(torch.nn.Module):
-    """Two projections that the ranks share, as tensor parallel with sequence parallel does."""
+    """Two projections split over the ranks, with tensor and sequence parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ evaluate_in_inference_mode = event(
 @event
 @torch.no_grad()
 def evaluate_average(t: Training) -> None:
-    """Evaluate with other weights, then restore them, as with averaged weights."""
+    """Evaluate with other weights, such as averaged weights, then restore the original weights."""
     kept = [each.detach().clone() for each in t.parameters]
     for each in t.parameters:
         each.copy_(each.dequantize() / 2)
@@ -323,7 +323,7 @@ def infer_in_inference_mode(t: Training) -> None:
 
 
 class FailingInFp8(Failing):
-    """A block that opens an autocast of its own, and fails in a capture."""
+    """A block that enters an autocast of its own, and fails in a capture."""
 
     def forward(self, x: torch.Tensor) -> Any:
         with autocast(program.recipe):
@@ -346,7 +346,7 @@ def fail_and_keep_the_error(t: Training, layer: Failing) -> None:
 
 @event
 def failed_capture_in_garbage(t: Training) -> None:
-    """Train eagerly before and after a failed capture. Its error is freed between a forward and its backward."""
+    """Train eagerly before and after a failed capture. The error is freed between a forward and its backward."""
     layer, before = Failing(), linear()
     t.prepare(-1, layer)
     t.prepare(-1, before)
@@ -368,7 +368,7 @@ def failed_capture_in_garbage(t: Training) -> None:
 
 @event
 def nested_in_two_precisions(t: Training) -> None:
-    """Capture a block and its first layer in one call, one of them in FP8, and train both."""
+    """Capture a block and its first layer in one call, only one of them in FP8, and train both."""
     for enabled in ((True, False), (False, True)):
         block = Block()
         t.prepare(-1, block)
@@ -387,7 +387,7 @@ def nested_in_two_precisions(t: Training) -> None:
 
 
 class Angles(torch.nn.Module):
-    """Computes factors without gradients and parameters, as rotary embeddings do."""
+    """A module without parameters that computes factors without gradients, as rotary embeddings do."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return torch.cos(x), torch.sin(x)
@@ -409,7 +409,7 @@ def several_calls_with_one_input(t: Training) -> None:
 
 
 class Lengths:
-    """Lengths of packed sequences, as an object."""
+    """An object that holds the lengths of packed sequences."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.lengths = torch.arange(len(x), device="cuda")
@@ -426,7 +426,7 @@ def misuse_object(t: Training) -> None:
 
 @event
 def switch_recipe(t: Training) -> None:
-    """Switch to the other recipe, and back at the next call."""
+    """Switch between the two recipes, and capture again."""
     t.recipe = program.other if t.recipe == program.recipe else program.recipe
     recapture(t)
 

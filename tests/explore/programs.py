@@ -1,6 +1,6 @@
-"""The fields of random programs and their rules, and functions that draw a program and reduce it.
+"""The fields of random programs and their rules, and functions that draw and reduce programs.
 
-Nothing here imports torch. To add a kind of module or an event: write it in `kinds`, name it here.
+This module does not import torch. To add a kind of module or an event, define it in `kinds` and name it here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCKS = (
     *("KeptInBf16", "OwnAutocast", "Recomputed", "Named", "Structured", "Dropped", "CoreAttention"),
 )
 DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
-"""What draws random numbers, from the tracker if there is one."""
+"""The modules that draw random numbers, from the tracker if the program has one."""
 MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
@@ -48,7 +48,7 @@ RECIPES = {
 
 
 def runs_twice(p: Program) -> bool:
-    """Return whether forwards without a backward run before or between those with one."""
+    """Return whether forwards without a backward run before or between forwards with a backward."""
     return bool(p.checkpoints or p.inference or p.first == "distillation")
 
 
@@ -301,7 +301,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
 }
-"""By their reason, what holds of a program; else it is misuse, or has nothing to compare."""
+"""The rules of programs, by their reasons. A program that breaks a rule is not run."""
 
 
 FOUND = {
@@ -361,7 +361,7 @@ FOUND = {
         modules=("OwnAutocast", "linear"), recipe="delayed", other="delayed", first="eager"
     ),
 }
-"""What drawn programs have found in this package, corrected since."""
+"""Programs that have found bugs of this package, by the bug. The bugs are fixed."""
 
 CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "weights": lambda r, p: r.choice(("marked", "cached")),
@@ -378,7 +378,7 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "checkpoints": lambda r, p: ("te",) * len(p.modules),
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
-"""The functions that draw fields. Other fields are switched on."""
+"""The functions that draw the values of fields. Other fields are set to True."""
 GROUPS: tuple[str, ...] = (
     *(*SPECIAL_MODULES, *SPECIAL_EVENTS),
     *("weights, fused", "grouped_linear, weights, fused", "recipe current, weights cached, reset_fp8"),
@@ -409,22 +409,22 @@ GROUPS: tuple[str, ...] = (
     *("Fp8Output, linear, recipe delayed, not_captured 1", "weights cached, infer_in_inference_mode"),
     *("fused, failed_capture_in_fp8", "Router, layernorm_linear, recipe delayed, input_grads"),
 )
-"""Modules, events and fields that are drawn together, some with a value, because few programs would have them all."""
+"""Modules, events and fields that are drawn together, because chance would rarely combine them."""
 ONLY_IN_GROUPS = (
     *("inside", "strided", "in_place", "offload", "late_hooks", "fp8_mha", "same_input", "module_hooks", "retain"),
     *("warmup_hook", "flat_main_grads"),
 )
 ONLY_OF_CASES = ("clean_start", "fit", "hidden", "freezes_first", "one_pool", "one_sample", "inference_mode")
-"""Fields that only the cases of `verify`, or programs that break the preconditions, use."""
+"""Fields for the cases of `verify` and for programs that break preconditions."""
 
 
 def broken_rule(program: Program) -> str | None:
-    """Return the reason why a program is not run, or None if it is run."""
+    """Return the reason of the first rule that a program breaks, or None if the program can be run."""
     return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
-    """Return the program of a seed, which keeps all rules; without ``ranks``, the same program in one process."""
+    """Return the program of a seed. The program keeps all rules. Without ``ranks``, it runs in one process."""
     r = random.Random(seed)
     groups = [group.split(", ") for group in r.sample(GROUPS, r.choice((0, 1, 1, 2)))]
     families = r.choices(
@@ -457,13 +457,13 @@ def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
 
 
 def if_valid(program: Program, changes: dict[str, Any]) -> Program:
-    """Return the program with the changes, or without them if they break a rule."""
+    """Return the changed program, or the program unchanged if the changes break a rule."""
     changed = replace(program, **changes)
     return program if broken_rule(changed) else changed
 
 
 def change(r: random.Random, program: Program, name: str, value: str = "") -> dict[str, Any]:
-    """Return the fields that add an event to a program, or that set a field to a value, by default a drawn one.
+    """Return the fields that add an event to a program, or that set a field to ``value`` or to a drawn value.
 
     The result is empty for a module.
     """
@@ -484,7 +484,7 @@ def change(r: random.Random, program: Program, name: str, value: str = "") -> di
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
-    """Draw an order that a schedule can run: each chunk runs its microbatches one after the other."""
+    """Return a random order in which each chunk runs its microbatches one after the other."""
     order: list[float] = []
     done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
     while True:
@@ -505,7 +505,7 @@ CHANGES = ("replace_data", "assign", "replace_main_grads", "train_all", "write_i
 
 
 def draw_broken(seed: int) -> Program:
-    """Draw forwards, backwards of open microbatches, evaluations and changes, in any sequence."""
+    """Return the program of a seed with forwards, backwards, evaluations and changes in any sequence."""
     r = random.Random(seed)
     layers = tuple(r.choice(("linear", "layernorm_linear", "layernorm_mlp")) for _ in range(r.randint(1, 3)))
     graphs = r.randint(2, 3)
@@ -541,7 +541,7 @@ def draw_broken(seed: int) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Yield programs with one field or event less."""
+    """Yield smaller programs: without one field, module or event, or with a shorter order."""
     plain = Program()
     for each in fields(program):
         value, default = getattr(program, each.name), getattr(plain, each.name)
@@ -564,7 +564,7 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Return a program that still ``fails``, of which nothing can be left out."""
+    """Return a reduced program that still ``fails``, although no program of `smaller` does."""
     tried: set[Program] = set()
     found = True
     while found:

@@ -1,7 +1,7 @@
-"""Regressions: programs that TE alone runs correctly, or at a lower cost, and the fixes do not.
+"""Find regressions: programs that TE alone runs correctly, but TE with the fixes does not, or only at a higher cost.
 
-Costs are counted on the simulator: kernels, copies among them, forwards of modules, and the memory of graphs. On a GPU
-only values are compared.
+Costs are counted on the simulator: kernels (copies also separately), forwards of modules, and the memory of graphs. On
+a GPU, only values are compared.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COPIES = {aten.copy_, aten.clone, aten._to_copy}
 
 
 class Costs(TorchDispatchMode):
-    """Count the ``launches``, the ``copies`` among them, and the ``forwards`` of modules while this is entered.
+    """Counts, while it is entered, the ``launches``, the ``copies`` among them, and the ``forwards`` of modules.
 
-    A launch is an operation that writes values. It counts when it runs: eagerly, or at a replay of its graph. The
-    counts of captures, which consist of warmups, are separate from those of the training.
+    A launch is an operation that writes values. It is counted when it runs eagerly or in a replay. Launches in captures
+    (of warmups) are counted separately from launches in training.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Costs(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted_costs() -> Iterator[collections.Counter[str]]:
-    """Count the costs of the body. On a GPU nothing is counted."""
+    """Yield a counter that counts the costs of the ``with`` block. On a GPU, it counts nothing."""
     costs = Costs()
     with costs if simulator.installed() else contextlib.nullcontext():
         yield costs.counts
@@ -115,7 +115,7 @@ def measure(program: Program, graphs: bool) -> dict[str, Any]:
 
 
 def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
-    """List the differences in eager training and, if TE alone is correct, the worse results of graphs."""
+    """Return the differences in eager training and, if TE alone is correct, the worse results of graphs; or []."""
     if alone.get("eager") != fixed.get("eager"):
         return ["eager: other values or another error"]
     worse = []

@@ -1,4 +1,4 @@
-"""Write a program as a script that a person can edit and run again."""
+"""Convert a program to a script that a person can edit and run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ run({program})
 
 
 def as_python(program: Program) -> str:
-    """Return a program as Python, without what is as by default."""
+    """Return a program as Python, without the fields that have default values."""
     plain = Program()
     values = {field.name: getattr(program, field.name) for field in fields(program)}
     changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
@@ -31,7 +31,7 @@ def script(program: Program, title: str = "") -> str:
 
 
 def run(program: Program) -> None:
-    """Print the differences between graphs and eager training, and exit with 1 if any. Two ranks start themselves."""
+    """Print the differences of graphs from eager training, and exit with 1 if there are any, else with 0."""
     import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
     from tests.verify.driver import setting
     from tests.verify.driver.comparison import differences

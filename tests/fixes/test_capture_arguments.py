@@ -1,4 +1,4 @@
-"""Test rare arguments of `make_graphed_callables` and of its callables that frameworks pass."""
+"""Test rare arguments that frameworks pass to `make_graphed_callables` and to graphed callables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test rules for every fix in the catalogue."""
+"""Test the rules that every fix in the catalogue must keep."""
 
 from __future__ import annotations
 

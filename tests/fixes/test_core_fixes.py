@@ -1,4 +1,4 @@
-"""The first three bugs on the simulator: the steps that are wrong without the fixes are those of an H200.
+"""Test three bugs on the simulator: without the fixes, the same steps are wrong as on an H200.
 
 Each case of ``python -m tests.verify`` runs three steps of three microbatches through one graph. The wgrad is fused
 into ``main_grad``, and an optimizer step follows each step.
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.te
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
 APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights", "param-grad-lifetime"}
-"""Those three, and what `warmup-reset` requires."""
+"""The fixes of the three bugs, and the fixes that `warmup-reset` requires."""
 
 CASES = (
     *("experts-fp8-delayed", "experts-fp8-current", "experts-bf16"),
@@ -25,11 +25,11 @@ CASES = (
 )
 
 LOST = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [True] * 3}
-"""The wrong ones of three steps if only the last of three microbatches counts, as on an H200 with TE 2.12."""
+"""The wrong steps of three if only the last microbatch of a step counts, as on an H200 with TE 2.12."""
 STALE = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [False] * 3}
-"""The wrong ones if the weights are never quantized again, as on an H200 with TE 2.15."""
+"""The wrong steps if the weights are never quantized again, as on an H200 with TE 2.15."""
 LOST_FP8 = {kind: [True] * 3 for kind in LOST}
-"""The wrong ones if the microbatches are lost and the FP8 scales are of an earlier step."""
+"""The wrong steps if microbatches are lost and the FP8 scales come from an earlier step."""
 
 
 def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:

@@ -1,4 +1,4 @@
-"""Programs of delayed scaling on the simulator: eager training, recomputation, first modules, and other threads."""
+"""Test delayed scaling on the simulator: eager training, recomputation, first FP8 modules, and other threads."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_eager_training_is_that_of_te() -> None:
 
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
-    """The scales are those of training without checkpoints. An eager recomputation rounds gradients differently."""
+    """The test compares with training without checkpoints, because eager recomputation rounds gradients differently."""
     assert run_program(SETUP + REUSED).splitlines()[-1] == "[True, True, True]"
 
 

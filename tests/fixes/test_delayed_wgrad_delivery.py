@@ -17,7 +17,7 @@ FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 MINOR = published.te("installed").minor
 ORDER = [1, 1, -1, -1] if MINOR == 10 else [1, 1, -1, -1.5, -1, -1.5]
-"""TE 2.10 takes whole numbers only, and captures each wgrad right after its dgrad."""
+"""An order with wgrads. TE 2.10 accepts only integers, and captures each wgrad right after its dgrad."""
 
 
 KEPT = """
@@ -39,7 +39,7 @@ def test_a_capture_runs_no_hook_and_a_delivered_gradient_is_a_copy() -> None:
 
 
 def test_the_modules_of_a_wgrad_graph_do_not_share_memory() -> None:
-    """A wgrad graph of eight modules leaves all their gradients in its memory."""
+    """A wgrad graph of eight modules must store all their gradients until a replay delivers them."""
     options = {"modules": ("ListBlock",), "order": (1, -1, -1.5), "delay": True, "reuse": True, "keeps_grads": True}
     assert outcome(Case("eight modules", (), "programs:compare", {**options, "events": ("step", "step")})).error == 0.0
 
@@ -64,7 +64,7 @@ print(json.dumps(left))
 
 
 def nodes(setting: str) -> list[bool]:
-    """Return, for each captured forward, whether an autograd node of the warmup still exists in the capture."""
+    """Return, for each captured forward, whether an autograd node of the warmup still exists then."""
     return json.loads(run_program(f"ORDER = {ORDER}{NODES}", TE_GRAPH_FIXES=setting).splitlines()[-1])
 
 

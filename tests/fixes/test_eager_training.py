@@ -15,7 +15,7 @@ from tests.support.child import simulate
 pytestmark = pytest.mark.te
 
 QUICK = {"hopper": "2/15", "blackwell": "1/14", "blackwell-rtx": "3/16"}
-"""The programs on each GPU (`tests.support.eager_training`)."""
+"""The selection of programs for each GPU (PART of `tests.support.eager_training`)."""
 
 
 def is_capture_only(module: str, name: str) -> bool:
@@ -24,7 +24,7 @@ def is_capture_only(module: str, name: str) -> bool:
 
 
 def edited() -> list[tuple[str, str]]:
-    """Return module and name of the edited functions that also run in eager training."""
+    """Return (module, name) of each edited function that also runs in eager training."""
     source, _ = published.examined("installed")
     needed = published.needed("installed")
     patches = compile_patches(source, needed, patched(source, needed))

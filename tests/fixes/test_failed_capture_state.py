@@ -34,7 +34,7 @@ torch._C._cuda_endAllocateToPool = torch._C._cuda_releasePool = lambda: None
 
 @pytest.mark.parametrize("changed", ["", OTHER_SIGNATURE])
 def test_the_error_of_the_capture_is_raised_if_the_cleanup_fails_too(changed: str) -> None:
-    """A later torch may change the private functions of the cleanup."""
+    """The cleanup calls private functions of torch, which a later version may change."""
     assert run_program(FAILS.replace("CHANGED", changed)) == "GraphError True True\n"
 
 

@@ -1,4 +1,4 @@
-"""Test the plan of lifetimes of ``grad-input-lifetime``. `verify` has programs that send gradients."""
+"""Test the lifetimes of grad inputs that ``grad-input-lifetime`` computes. Cases of `verify` send gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stages(draw: st.DrawFn) -> Stage:
 
 
 def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
-    """Return, by the position of each dgrad, that of the entry before which its grad input is released."""
+    """Return, by the position of each dgrad, the position of the entry before which its grad input is released."""
     microbatches = sum(entry == 1 for entry in order)
     first = [microbatches * before for before in accumulate(layers, initial=0)]
     seen = [0] * len(layers)
@@ -69,14 +69,14 @@ def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
 
 
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """Return the entry before which Megatron has read each grad input, for known model chunks.
+    """Return, by dgrad, the position of the entry before which Megatron has read the grad input.
 
-    The layer below reads it at the next dgrad. A gradient that leaves a model chunk is sent. Megatron waits for it
-    after the dgrads and forwards, but before the last wgrad, of the step with the next model chunk's backward.
+    The layer below reads a grad input at the next dgrad. A gradient that leaves a model chunk is sent. Megatron waits
+    for the send in the step of the next model chunk's backward: after its dgrads and forwards, before its last wgrad.
     """
     place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]
-    ends = []  # the last dgrads of model chunks, each with the end of its step
+    ends = []  # for each step, the last dgrad of its model chunk, and the step's end
     for i in dgrads:
         if place[-int(order[i]) - 1][1] == 0:
             end = i + 1
@@ -108,7 +108,7 @@ def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
 @given(stages())
 @settings(deadline=None)
 def test_layers_as_chunks_are_released_as_megatron_reads_them(stage: Stage) -> None:
-    """The gradient of a model chunk's first layer is released after the next step, others after the dgrad below."""
+    """The grad input of a model chunk's first layer is released after the next step, others after the next dgrad."""
     order = stage.order
     found = released_before(order, grad_input_releases(order, stage.ones), stage.ones)
     assert found == last_reads(order, stage.layers)

@@ -1,4 +1,4 @@
-"""Test the plan of an order, without torch and TransformerEngine."""
+"""Test the entries, buffers and inputs that `graph_order` plans, without torch and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def assign(plan: Plan, samples: list[list[Tensor]], reuse: bool) -> list[list[Te
 
 
 def check_entries(order: list[float]) -> None:
-    """Check that each entry belongs to the next microbatch of its kind, and its buffer lives until its last reader."""
+    """Check that each entry belongs to the next microbatch, and that its last read is the right entry."""
     plan = plan_of(order)
     seen: dict[float, int] = {}
     for position, (value, entry) in enumerate(zip(order, plan.entries, strict=True)):
@@ -99,7 +99,7 @@ def check_entries(order: list[float]) -> None:
 
 
 def check_grad_outputs(order: list[float], shapes: random.Random) -> None:
-    """Check that no buffer of grad outputs has two live owners, and that their number is minimal."""
+    """Check that grad outputs in use never share a buffer, and that the number of buffers is minimal."""
     plan = plan_of(order)
     used: dict[Any, list[tuple[int, int]]] = {}
     alive: dict[Any, list[tuple[int, int]]] = {}
@@ -116,7 +116,7 @@ def check_grad_outputs(order: list[float], shapes: random.Random) -> None:
 
 
 def check_inputs(order: list[float], choices: random.Random) -> None:
-    """Check that no tensor has two live owners, whatever the caller shares. With reuse, their number is minimal."""
+    """Check that microbatches in flight share no tensor, and that reuse needs as few tensors as possible."""
     plan = plan_of(order)
     pool = [Tensor(shape=(choices.randint(1, 2),)) for _ in range(choices.randint(2, 6))]
     number = sum(entry.kind == FORWARD for entry in plan.entries)
@@ -200,7 +200,7 @@ def test_wgrad_that_no_module_delays() -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("order", [NAMED[name] for name in sorted(NAMED)], ids=sorted(NAMED))
 def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[float], reuse: bool) -> None:
-    """An example is Megatron-Core's rotary table. TE without the fixes shares it, too."""
+    """An example is Megatron-Core's rotary table, which TE without the fixes shares too."""
     plan = plan_of(order)
     constant = Tensor(requires_grad=False)
     forwards = [position for position, entry in enumerate(plan.entries) if entry.kind == FORWARD]

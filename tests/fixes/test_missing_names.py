@@ -1,4 +1,4 @@
-"""Test a torch without a private name that a support module needs, on the simulator."""
+"""Test on the simulator that fixes fail if torch lacks a private name that their support module needs."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ assert "ImportError: cannot import name 'NAME'" in reason, reason
     ],
 )
 def test_only_the_fixes_that_need_a_missing_name_fail(name: str, failed: list[str]) -> None:
-    """They fail together with the fixes that require them, when TE is imported and not in the middle of a capture."""
+    """These fixes, and the fixes that require them, fail when TE is imported, not in the middle of a capture."""
     assert simulate("-c", PROGRAM.replace("NAME", name), imported=()).split() == failed

@@ -73,7 +73,7 @@ def train(graphed):
 compare(train)
 """
 BEFORE = {"nothing": "", "a step": "step(block, block)", "an evaluation": "evaluate(True)"}
-"""What runs eagerly before the capture."""
+"""The code that runs eagerly before the capture."""
 
 
 @pytest.mark.parametrize("before", BEFORE)

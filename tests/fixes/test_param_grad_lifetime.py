@@ -1,6 +1,6 @@
-"""Test the copies of ``param-grad-lifetime`` at a replay, on the simulator.
+"""Test on the simulator how many copies of gradients ``param-grad-lifetime`` makes at a replay.
 
-The cases of `verify` compare the values.
+The cases of `verify` compare the values of the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIX = "param-grad-lifetime"
 NEEDED = FIX in published.te("installed").needed
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
-"""Biases and norm weights, which one kernel copies."""
+"""The numbers of biases and norm weights, whose gradients one kernel copies."""
 
 
 COPIES = """
@@ -41,7 +41,7 @@ for fused in (False, True):
     copies.append(clone.call_count + len(of_grads))
 print(json.dumps(copies))
 """
-"""Prints the copies at a replay: of plain grads, and beside fused wgrads."""
+"""A program that prints the numbers of copies at a replay, without and with fused wgrads."""
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

@@ -1,4 +1,4 @@
-"""Test programs on the simulator: those of `verify`'s driver, and those of `tests.programs`."""
+"""Test on the simulator the programs of `verify`'s driver and of `tests.programs`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALSO = (
     *("nested-modules", "self-distillation", "plain-torch-first", "other-rng-states"),
     *("forward-method", "own-autocast", "checkpoint", "operations-in-bf16"),
 )
-"""Cases of `verify` that are wrong if their fix alone is left out."""
+"""Cases of `verify` that are wrong if only their fix is disabled."""
 PROGRAMS = {name: CASES[name] for name in ALSO} | SIMULATED
 MODULES = [path.stem for path in sorted((ROOT / "tests" / "programs").glob("[!_]*.py"))]
 """The modules of `tests.programs`."""
@@ -62,7 +62,7 @@ def test_orders_give_what_eager_gives(module: str) -> None:
 
 
 def unexpected(module: str, switch: str) -> list[str]:
-    """Return the programs of a module in `tests.programs` that have another outcome than expected, each with it."""
+    """Return the unexpected outcomes of the programs of a module in `tests.programs`, or []."""
     outcomes = json.loads(simulate("-m", "tests.programs", module, TE_GRAPH_FIXES=switch))
     assert outcomes
     return [

@@ -1,4 +1,4 @@
-"""Test the steps of a replay: a check that raises changes no state, and only declared orders of steps matter."""
+"""Test that a refused replay changes no state, and that only declared orders of a replay's steps matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test on the simulator that replays with other arguments than the samples are correct or raise an error."""
+"""Test on the simulator that replays with arguments unlike the samples are correct or raise an error."""
 
 from __future__ import annotations
 

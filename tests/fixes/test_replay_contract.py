@@ -18,7 +18,7 @@ pytestmark = pytest.mark.te
 
 CONTRACT = [name for name, case in CASES.items() if {"replay-contract", "leaf-grad-lifetime"} & {*case.fixes}]
 ALONE = [name for name in CONTRACT if name != "other-recipe-under-way"]
-"""Programs that no other fix refuses. ``state-after-evaluation`` refuses a backward in another recipe."""
+"""Programs for which only `replay-contract` raises. ``state-after-evaluation`` raises for the excluded program."""
 REFUSED = {
     "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "
     "callable 0 (LayerNormMLP) of microbatch 0 was replayed after its forward",
@@ -51,12 +51,12 @@ REFUSED = {
     "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter was added, replaced",
     "unfrozen-parameters": "a parameter that needed no gradient when this graph was captured needs one now",
 }
-"""What the errors say of the programs that have to raise."""
+"""Parts of the errors that programs must raise."""
 UNAFFECTED = {
     *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
     *("written-in-place", "checkpoint-inside-of-the-autocast", "delayed-together"),
 }
-"""Programs that are right without the fixes, and stay so."""
+"""Programs that are correct without and with the fixes."""
 
 
 @functools.cache
@@ -357,7 +357,7 @@ NEXT = "in the next step"
 
 
 def test_a_change_raises_at_once() -> None:
-    """The replay also raises an error within a step, with any mark of the microbatch."""
+    """A replay also raises the error within a step, whatever the mark of the microbatch is."""
     found = run_program(LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
@@ -466,7 +466,7 @@ print(*(f"{warning.filename}: {warning.message}" for warning in given))
 def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
     assert run_program(BEHIND_ONE_WITHOUT_FP8).startswith(
         "<string>: callable 1 (Linear): this FP8 graph is replayed outside te.autocast"
-    )  # at the line of the program
+    )  # the warning names the line of the program
 
 
 TRAINED = """
@@ -548,7 +548,7 @@ print(number, len({*texts}))
 
 @pytest.mark.parametrize("changed", ["", "changed"])
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
-    """This is so even if the text of a support module changes. Captures while deactivated are TE's own."""
+    """The support module's text may change meanwhile. Captures without active fixes have no contract."""
     number, texts = map(int, run_program(ACTIVATIONS.replace("CHANGED", changed)).split())
     assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
     assert (texts > 9) == bool(changed)
@@ -675,7 +675,7 @@ print(len(_te_replay_contract_record._pools))
 
 
 def test_released_captures_leave_nothing_in_their_pool() -> None:
-    """Only the time of the last replay of one of them remains."""
+    """The pool only keeps the time of the last replay of a released graph."""
     bounded, error, pools = run_program(RELEASED_CAPTURES).splitlines()
     assert (bounded, pools) == ("True", "0")
     assert "cannot be replayed: a released graph was replayed after its forward" in error
@@ -751,7 +751,7 @@ for action in ("error", "error", "default", "error"):
 
 
 def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
-    """Each replay raises the warning until it was once shown as a warning."""
+    """Each replay raises the warning as an error, until the warning was once shown as a warning."""
     assert run_program(WARNED).count("\n") == 2
 
 

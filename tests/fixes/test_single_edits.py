@@ -1,6 +1,6 @@
 """Test that each edit of each fix is needed, because a case has another result or uses more memory without it.
 
-`tests.support.single_edits` has programs for edits that change neither.
+`tests.support.left_out` contains programs for edits that change no result and no memory of a case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.te
 
 _, VERDICTS = published.examined("installed")
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
-"""What is simulated where Hopper does not run all that a fix edits."""
+"""The simulated GPU for fixes with edits that Hopper does not run."""
 
 
 EDITS = [

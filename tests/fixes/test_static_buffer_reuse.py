@@ -15,7 +15,7 @@ FIX = "static-buffer-reuse"
 
 @pytest.mark.parametrize("setting", ["on", FIX])
 def test_constants_stay_as_the_caller_passes_them(setting: str) -> None:
-    """No static input of another layer or microbatch may share their memory, even in an order without wgrads."""
+    """A constant must not share memory with a static input of another layer or microbatch."""
     found = json.loads(simulate("tests/support/shared_constants.py", TE_GRAPH_FIXES=setting).splitlines()[-1])
     assert set(found.values()) == {0.0}, found
 

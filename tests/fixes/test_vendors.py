@@ -67,7 +67,7 @@ CASES = {
     "delayed-together": "wgrad-memory-reuse",
     "two-microbatches-wgrads-last": "backward-dw-order",
 }
-"""Cases of `verify`, and the fix that each is about."""
+"""Cases of `verify`, each with its tested fix."""
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.14.0", "2.15.0"])

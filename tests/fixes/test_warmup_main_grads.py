@@ -1,4 +1,4 @@
-"""Test on the simulator that the effect of the user's warmup hooks on ``main_grad`` lasts."""
+"""Test on the simulator that changes of ``main_grad`` by the user's warmup hooks remain after the capture."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for action in ("nothing", "zero", "fill", "zero the buffer", "assign", "assign e
 print(json.dumps(found))
 """
 LEFT = {"nothing": 7, "fill": 3, "delete and make": 2}
-"""The value of ``main_grad`` after a capture; 0 after the other actions."""
+"""The value of ``main_grad`` after a capture, by the action of the hook. Other actions leave 0."""
 
 
 LAYOUTS = """

@@ -1,12 +1,12 @@
 """Programs that train through graphs and eagerly, each a function with its expected outcome.
 
-``python -m tests.simulator -m tests.programs [MODULE ...]`` runs the programs of the modules in this folder, by default
-of all, and prints their outcomes. A program gets a function ``capture``, which takes the arguments of
-`make_graphed_callables` and returns graphs, or in eager training the modules themselves, once for each sample. It
-yields the tensors that must be equal.
+``python -m tests.simulator -m tests.programs [MODULE ...]`` runs the programs of the named modules of this folder (by
+default all), and prints their outcomes. A program is called with a function ``capture`` that has the arguments of
+`make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves, once for each
+sample. A program yields the tensors that must be equal in both.
 
-Programs that can be composed of options are in tests/verify/cases.py, because they also run on GPUs, and random ones in
-tests/explore. Programs that compare something else than tensors are in the test that runs them.
+Programs that consist of options are in tests/verify/cases.py, because they also run on GPUs. Random programs are in
+tests/explore. A program that compares anything but tensors is in the test that runs it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PROGRAMS: dict[str, tuple[Program, str]] = {}
 
 
 def program(function: Program) -> Program:
-    """Register a program whose tensors are equal."""
+    """Register a program whose tensors must be equal, and return it."""
     PROGRAMS[function.__name__] = function, "equal"
     return function
 
 
 def tensors(function: Program, graphed: bool) -> list[torch.Tensor | None]:
-    """Return copies of all tensors that a program yields."""
+    """Run a program with graphs or eagerly, and return copies of all tensors that it yields."""
 
     def capture(modules: Any, samples: Any, **options: Any) -> Any:
         captured = modules

@@ -1,4 +1,4 @@
-"""Programs whose FP8 weights or fused wgrads follow a mark of first microbatches, `is_first_microbatch`."""
+"""Programs whose FP8 weights or fused wgrads depend on the attribute or argument ``is_first_microbatch``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def options_of(name):
 
 
 class Marked(torch.nn.Module):
-    """A module that marks its first projection and clears its own mark, or has only the mark of its class."""
+    """A module that passes its mark on and clears it. With ``by_class``, its class has the mark, uncleared."""
 
     is_first_microbatch = False
 
@@ -36,7 +36,7 @@ class Marked(torch.nn.Module):
 
 
 def marked_steps(by_class, capture):
-    """Set the mark after each step. A capture does not consume the first mark, and `other` caches no weights."""
+    """Set the mark before each step. The capture must not clear the mark, and `Marked.other` must cache no weights."""
     layer, options = Marked(by_class), options_of("delayed")
     inputs = random(5, 32, 32, grad=False) * torch.arange(1, 6, device="cuda").view(5, 1, 1)
     capture(layer, (inputs[0].clone().requires_grad_(),), **options)
@@ -61,7 +61,7 @@ for by_class in FLAGS:
 
 
 class Policy(torch.nn.Module):
-    """A module whose FP8 weights are those of an earlier call."""
+    """A module that quantizes its weights only in calls with ``first=True``."""
 
     starts_step = True
 
@@ -76,7 +76,7 @@ class Policy(torch.nn.Module):
 
 
 class MarkedPolicy(Policy):
-    """A policy with another layer, which follows the mark of the module."""
+    """A policy with another layer, whose weights depend on the mark of the module."""
 
     def __init__(self, kind):
         super().__init__(kind)
@@ -89,7 +89,7 @@ class MarkedPolicy(Policy):
 
 
 class RenamedPolicy(Policy):
-    """A policy that knows by its own attribute when a step begins."""
+    """A policy whose mark has another name, ``starts_step``."""
 
     def forward(self, x, first=False):
         out = super().forward(x, self.starts_step)
@@ -98,7 +98,7 @@ class RenamedPolicy(Policy):
 
 
 def own_caches(policy, kind, warmup, capture):
-    """Change the weights before each step. A graph uses the FP8 weights of an earlier call only if its module does."""
+    """Change the weights before each step. A graph must reuse FP8 weights exactly if its module reuses them."""
     module, options, x = policy(kind).eval(), options_of("current"), random(grad=False)
     with torch.no_grad():
         if policy is not RenamedPolicy:
@@ -121,7 +121,7 @@ for policy, kind, warmup in [*((Policy, kind, 3) for kind in KINDS), *OWN]:
 
 
 class Layer(torch.nn.Module):
-    """A module with a mark, which `mark` sets."""
+    """A module that passes its mark to its projection. `mark` sets the mark, in another place in each subclass."""
 
     is_first_microbatch = False
 
@@ -192,7 +192,7 @@ class ClearingClass(OfClass):
 
 
 def places_of_marks(kind, capture):
-    """Evaluate a module whose mark is restored after the capture in the place that holds it."""
+    """Evaluate a module after a capture, which must restore the mark in the place that stores it."""
     layer, options = kind().eval(), options_of("current")
     with torch.no_grad():
         x = random(16, 32, grad=False)
@@ -214,7 +214,7 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 
 
 def overwritten_main_grad(captured, marks, capture):
-    """Overwrite main_grad in each first microbatch, and add to it in the others."""
+    """Train with ``marks``: a first microbatch overwrites ``main_grad``, and any other microbatch adds to it."""
     layer, x = Layer(fuse_wgrad_accumulation=True), random(16, 32)
     layer.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
     layer.is_first_microbatch = captured
@@ -236,7 +236,7 @@ PROGRAMS["main_grad overwritten, then added"] = (
 
 
 class WithOwner(torch.nn.Module):
-    """A layer that reads the mark of itself or of its submodule, or that gets it as an argument."""
+    """A layer with a mark on itself, on its submodule, or only in an argument (``where``)."""
 
     def __init__(self, where, fused, recomputes):
         super().__init__()
@@ -303,7 +303,7 @@ for case in itertools.product((None, "current", "block"), ("itself", "submodule"
 
 
 class Reusing(torch.nn.Module):
-    """A frozen layer that never quantizes its weight anew. Its captures may fail."""
+    """A layer with a frozen weight that is quantized only once. Its captures may fail."""
 
     fails = False
 
@@ -320,7 +320,7 @@ class Reusing(torch.nn.Module):
 
 
 def reused_weights(name, runs_before, loads, fails, capture):
-    """Use weights that are loaded after the capture, or have newer scales then."""
+    """Train frozen layers whose weights or scales change after the capture, although the FP8 weights are reused."""
     options, layers = options_of(name), (Reusing(), Reusing())
     for layer in layers if runs_before else ():
         with torch.no_grad(), te.autocast(**options):

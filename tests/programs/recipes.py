@@ -29,7 +29,7 @@ def autocast(recipe=DELAYED):
 
 
 def scales(model):
-    """Return the scales and amax histories of the modules of a model that run in delayed scaling."""
+    """Return the scales and amax histories of a model's modules in delayed scaling, or [] if it has none."""
     metas = [getattr(module, "fp8_meta", {}) for module in model.modules()]
     states = [meta.get(key) for meta in metas for key in ("scaling_fwd", "scaling_bwd")]
     return [part for state in states if hasattr(state, "amax_history") for part in (state.scale, state.amax_history)]
@@ -52,7 +52,7 @@ def train(capture, module, replay=autocast, **options):
 
 
 class Layers(torch.nn.Module):
-    """Linear layers, the last of which is frozen, and a forward that uses some of them."""
+    """Three trained projections, a frozen projection, and a ``forward`` that uses some of them."""
 
     def __init__(self, forward):
         super().__init__()
@@ -151,7 +151,7 @@ for forward, options, expected in FORWARDS:
 
 @program
 def checkpoints_with_own_copies(capture):
-    """Recompute a module whose output is unused, before one that recomputes itself, too."""
+    """Recompute two modules. The output of the first is unused, and the second has a checkpoint of its own."""
     layers = Layers(lambda self, x: (te.checkpoint(self.second, x), x + te.checkpoint(self.mlp, x))[1])
     layers.mlp = te.LayerNormMLP(32, 32, checkpoint=True, params_dtype=torch.bfloat16, device="cuda")
     yield from train(capture, layers, allow_unused_input=True, **INSIDE)
@@ -204,7 +204,7 @@ class Block(torch.nn.Module):
 
 
 def nested_modules(kind, enabled, recipe, capture):
-    """Capture a module and modules inside it in one call, each with its own ``enabled``."""
+    """Capture a module, its submodule and a nested submodule in one call, each with its own ``enabled``."""
     first, second = (te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
     inner = Block(second, kind=kind)
     modules = (first, inner, Block(first, inner))
@@ -234,7 +234,7 @@ PROGRAMS["module_twice"] = module_twice, "one module twice"
 
 
 class Tied(torch.nn.Module):
-    """A layer that also runs in bf16, behind a branch that may not run."""
+    """A projection that runs twice, in FP8 and then in bf16. A second projection before it may be skipped."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ for case in ((False, True), (True, True), (True, False)):
 
 
 def failed_captures(keeps_errors, capture):
-    """Let captures of a module with an autocast of its own fail. Such modules are not in TE's list."""
+    """Train after failed captures of a module with an autocast of its own. TE does not list such modules."""
 
     def fail(self, x):
         y = own_autocast_alone(self, x)

@@ -1,4 +1,4 @@
-"""Programs in which `replay-contract` must raise an error, or none because a replay computes the eager numbers."""
+"""Programs for `replay-contract`, which must raise an error unless a replay computes the eager numbers."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ EQUAL = {
     "parameter of an unused module replaced": partial(changed, change=setting("spare.bias", parameter)),
     "unused parameter replaced in an evaluation": partial(evaluated, change=setting("unused", parameter)),
 }
-"""Programs that TE alone runs right."""
+"""Programs that TE without the fixes runs correctly."""
 INPLACE = {
     "positions changed": partial(same_positions, between=lambda m, p, c: p.add_(1)),
     "buffer changed": partial(same_positions, between=lambda m, p, c: m.buffer.mul_(2)),
@@ -336,7 +336,7 @@ RAISES = {
         "the main_grad of a parameter was",
     ),
 }
-"""Programs that a graph cannot compute, with a part of the error."""
+"""Programs that a graph cannot compute, each with a part of the error."""
 
 PROGRAMS |= {name: (function, "equal") for name, function in EQUAL.items()}
 PROGRAMS |= {name: (function, "inplace") for name, function in INPLACE.items()}

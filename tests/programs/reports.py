@@ -26,7 +26,7 @@ class Layer(torch.nn.Module):
 
 
 def steps(module, call, recipe=None, marks=False, given=lambda step: {}):
-    """Train for three steps of two microbatches. Yield outputs, dgrads and, after each step, the gradients."""
+    """Train for three steps of two microbatches. Yield outputs, dgrads and, after each step, parameter gradients."""
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     for step in range(STEPS):
         for microbatch in range(2):
@@ -142,7 +142,7 @@ def freed(capture):
 
 @program
 def text_only(capture):
-    """Train a layer before captured frozen layers, which gets no gradient in every second step."""
+    """Train a layer before captured frozen layers. In every second step, the layer gets no gradient."""
     frozen, encoder = torch.nn.Sequential(linear(), linear()).requires_grad_(False), linear()
     call = capture_one(capture, frozen)
     for step in range(4):

@@ -2,8 +2,8 @@
 
 While a graph is captured, a dispatch mode sees every operation of the calling thread, autograd's backward included. The
 operation runs once, so that its result has the right shape, and its result moves into the memory pool of the capture.
-The end of the capture restores all memory that an operation wrote, because on a GPU nothing runs while a
-graph is captured. A replay runs the recorded operations again, each on the memory that it had in the capture.
+The end of the capture restores all memory that an operation wrote, because on a GPU nothing runs while a graph is
+captured. A replay runs the recorded operations again, each on the memory that it had in the capture.
 """
 
 from __future__ import annotations

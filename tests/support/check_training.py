@@ -2,9 +2,9 @@
 
     python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] TRAINING ...
 
-A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``: the functions below,
-which train in ways that `Program` cannot describe. Each line contains whether the training is bit-identical to the
-training without the check, the mismatches, the number of compared tensors, and whether the check ended by itself.
+A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``. ``others`` runs all
+functions below, because `Program` cannot describe their trainings. Each line contains the mismatches, the number of
+compared tensors, whether the check ended by itself, and whether training without the check is bit-identical.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rand(*shape: int, grad: bool = True) -> Any:
 
 
 class Module(torch.nn.Module):
-    """Two layers, and a forward that the caller passes."""
+    """A module of two layers, with the ``forward`` that its creator passes."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def update(module: Any) -> list[Any]:
 
 @other
 def arguments_and_outputs_of_every_kind() -> Iterator[Any]:
-    """Pass samples by position, keywords and an empty tensor. Return nested outputs, and use only one of them."""
+    """Pass tensors by position and keyword, one of them empty. Use only one of the nested outputs."""
 
     def forward(module: Any, x: Any, empty: Any, *, scale: Any, shift: Any) -> Any:
         return {"b": module.a(x) * scale + shift, "a": (empty * 2, module.b(x), None)}
@@ -203,7 +203,7 @@ def hooks_added_afterwards() -> Iterator[Any]:
 
 
 class Scaled(torch.nn.Module):
-    """A layer that scales its output by a function, which ``hold`` returns for the module."""
+    """A layer that applies a function to its output. ``hold`` returns this function for the module."""
 
     def __init__(self, hold: Callable[[Any], Callable[[Any], Any]], checkpoint: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
     def use(x: Any) -> Any:
         x = x * module.scale
-        if x.requires_grad:  # It needs none in the first forward of a checkpoint.
+        if x.requires_grad:  # In the first forward of a checkpoint, it needs no gradient.
             x.register_hook(add)
         return x
 
@@ -321,11 +321,11 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
 
 HELD = (a_closure, a_view, a_copy_in_another_type, another_submodule, a_module_in_a_list)
-"""Functions that return a forward. Each forward holds a parameter of its module in another way."""
+"""Functions that return a forward. Each forward refers to a parameter of its module in another way."""
 WRITTEN = (a_global_sum, a_sum_in_the_backward)
-"""Functions that return a forward or a hook which writes to tensors of the job."""
+"""Functions that return a forward. Each forward, or its hook, writes to tensors of the job."""
 LEFT_OUT = (a_buffer, a_main_grad_in_a_closure, a_fused_module_in_a_list, an_fp8_module_in_a_list)
-"""Functions that return a forward which the check cannot isolate, or whose changes the check restores."""
+"""Functions that return a forward. The check cannot isolate these forwards, or must restore their changes."""
 CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
     "": None,
     " in a checkpoint of TE": te.checkpoint,

@@ -1,4 +1,4 @@
-"""Programs for child processes in which TransformerEngine (TE) runs on the simulator."""
+"""Functions that run programs in child processes, with TransformerEngine (TE) on the simulator."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 START = "from tests.support.training import *\n"
 """The first line of a program of `run_program`."""
 TE = ("te_graph_fixes", "transformer_engine.pytorch", "tests.support.training")
-"""The modules that most programs import. With the fixes, this takes longer than the programs."""
+"""The modules that most programs import. With the fixes, their import takes longer than the programs."""
 CHILD = "tests.verify.child"
 OF_CASES = "tests.verify.programs"
 """The module that most cases of `verify` import."""
 Cli = Callable[..., tuple[int, str, str]]
-"""Runs a command of the package: its exit status, output and errors."""
+"""A function that runs a command of the package, and returns its exit status, output and errors."""
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
@@ -73,7 +73,7 @@ def _forks() -> subprocess.Popen[str]:
 def on_simulator(
     *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program like `python -m tests.simulator`, in a fork of a process that has imported torch already.
+    """Run a program like `python -m tests.simulator`, in a fork of a process that has already imported torch.
 
     ``-c PROGRAM`` runs the text of a program. The modules ``imported`` are imported once for all programs in the same
     environment. If there are none, the program itself imports TE and prints which fixes were applied.
@@ -116,7 +116,7 @@ def gpu(case: Case) -> str:
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
-    """Return the outcome of each case by its name. After a case that fails, a new process runs the rest."""
+    """Return the measures of each case by its name. If a case fails, a new process runs the remaining cases."""
     found: dict[str, Any] = {}
     while left := [each for each in cases if getattr(each, "name", each) not in found]:
         given = [case if isinstance(case, str) else case.to_json() for case in left]

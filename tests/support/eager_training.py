@@ -1,9 +1,9 @@
-"""Log the calls of torch and TransformerEngine's (TE) extension in eager training with all modules that fixes edit.
+"""Log all calls of torch and of TransformerEngine's (TE) extension in eager training of the modules that fixes edit.
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
-digests of its operations and of its results. The last line names those of the ``FUNCTIONS`` (a JSON list of pairs of
-module and name) that ran. PART, such as ``2/7``, selects every seventh program from the second on. ``FULL_LOG=1``
-prints operations instead of digests.
+digests of its operations and of its results. ``FUNCTIONS`` is a JSON list of pairs of module and name, and the last
+line names the functions that ran. PART, such as ``2/7``, selects every seventh program from the second on.
+``FULL_LOG=1`` prints operations instead of digests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformer_engine_torch as extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 H = 128
-"""Both sizes of an input. A smaller NVFP4 weight has one layout of its scales."""
+"""The rows and columns of an input. For a smaller NVFP4 weight, both layouts of scales would be equal."""
 PLAIN = {"dtype": torch.bfloat16, "device": "cuda"}
 log: list[str] = []
 
@@ -88,7 +88,7 @@ MARKS: dict[str, tuple[bool | None, ...]] = {
 
 
 ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signature(te.GroupedLinear).parameters else {}
-"""The option for experts whose splits are on the GPU. Up to TE 2.19 it is a variable of the environment."""
+"""The option for experts with splits on the GPU. Up to TE 2.19, an environment variable selects them instead."""
 
 
 class Model(torch.nn.Module):

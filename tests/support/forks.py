@@ -1,9 +1,14 @@
-"""``python -m tests.support.forks``: run each program that standard input names in a fork of this process, simulated.
+"""``python -m tests.support.forks``: run each requested program on the simulator, in a fork of this process.
 
-A request is a line of JSON: ``arguments`` as for ``python -m tests.simulator``, or ``-c PROGRAM``; ``environment``, all
-of it; ``output``, the files for standard output and error; and, if some are to be there already, ``imported``: modules.
-The answer is a line with the exit status. Torch is imported here, once for all, and what TransformerEngine (TE) imports
-beside it. TE is not, but by forks that are kept for programs of one environment that name it in ``imported``.
+A request is a line of JSON on standard input. The answer is a line with the exit status. A request has these keys:
+
+- ``arguments``: the arguments of ``python -m tests.simulator``, or ``-c PROGRAM``
+- ``environment``: all environment variables
+- ``output``: the files for standard output and standard error
+- ``imported``: the modules to import before the program, or []
+
+This process imports torch, and the packages that TransformerEngine (TE) imports, once for all programs. If ``imported``
+is not empty, a fork imports these modules, and serves all requests with equal ``imported`` and ``environment``.
 """
 
 from __future__ import annotations
@@ -25,14 +30,14 @@ from tests.simulator.__main__ import main as run
 
 IMPORTED = ("torch._dynamo", "torch.distributed.tensor.experimental", "triton", "onnxscript", "pydantic.dataclasses")
 LIMIT = 300
-"""Seconds that a program may take."""
+"""The time limit of a program in seconds."""
 KEPT = 6
-"""Forks that are kept, those that were asked last."""
+"""The largest number of forks with imported modules. The least recently used fork is ended."""
 
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
-    """Set up this process as if it was started for the program."""
-    if "transformer_engine" not in sys.modules:  # otherwise keep this environment, which imports have changed
+    """Set the environment and output of this process as if it had been started for the program."""
+    if "transformer_engine" not in sys.modules:  # after this import, keep the environment, because TE has changed it
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.path[:] = [*os.environ["PYTHONPATH"].split(os.pathsep), *base]
@@ -42,7 +47,7 @@ def enter(request: dict[str, Any], base: list[str]) -> None:
 
 
 def execute(arguments: list[str]) -> int:
-    """Run the program in this process, which runs no other. Return its exit status."""
+    """Run one program in this process, and return its exit status."""
     try:
         if arguments[0] == "-c":
             install()
@@ -62,7 +67,7 @@ def execute(arguments: list[str]) -> int:
 
 
 def prepared(request: dict[str, Any], base: list[str]) -> tuple[int, TextIO, TextIO]:
-    """Start a fork that imports a request's modules and serves such requests. Return its process and two pipes."""
+    """Start a fork that imports a request's modules and serves requests. Return its process id and two pipes."""
     (theirs, ours), (answers, answered) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -79,7 +84,7 @@ def prepared(request: dict[str, Any], base: list[str]) -> tuple[int, TextIO, Tex
 
 
 def serve(requests: Iterable[str], answers: TextIO, base: list[str]) -> None:
-    """Answer requests, one after the other."""
+    """Run the requested programs, one after the other, and write each exit status to ``answers``."""
     kept: dict[str, tuple[int, TextIO, TextIO]] = {}
     for line in requests:
         request = json.loads(line)

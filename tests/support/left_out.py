@@ -1,4 +1,4 @@
-"""Programs that show that an edit of a fix was left out, although no number in a case of `verify` depends on it."""
+"""Programs whose results change if an edit of a fix is omitted. No case of `verify` detects the omission."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ones() -> torch.Tensor:
 
 
 def delivered() -> dict[str, Any]:
-    """Return the results of the two functions below, of the second only if this TransformerEngine has such experts."""
+    """Return the results of `left_after_reset` and, if this TransformerEngine has such experts, `delayed_experts`."""
     from transformer_engine.pytorch.module import grouped_linear
 
     found: dict[str, Any] = {"left": left_after_reset()}
@@ -35,7 +35,7 @@ def delivered() -> dict[str, Any]:
 
 
 def left_after_reset() -> int:
-    """Return how many tensors of the weight's shape exist after a graph with delayed wgrads was reset."""
+    """Return the number of tensors of the weight's shape after the reset of a graph with delayed wgrads."""
     layer = te.Linear(64, 48, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
     te.make_graphed_callables(layer, (ones(),))
     layer.reset()
@@ -48,7 +48,7 @@ def delayed_experts() -> dict[str, Any]:
     from transformer_engine.pytorch.module import grouped_linear as modules
     from transformer_engine.pytorch.ops.basic import grouped_linear as operations
 
-    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # else on Blackwell only
+    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # by default, only on Blackwell
     operations.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
     found: dict[str, Any] = {}
     for kind, made, options in (
@@ -67,7 +67,7 @@ def delayed_experts() -> dict[str, Any]:
 
 
 def reductions_in_capture() -> int:
-    """Return how often experts whose tokens only the GPU knows reduce the backward's amaxes while they are captured."""
+    """Return how often a capture of experts with token counts on the GPU reduces the amaxes of the backward."""
     from transformer_engine.common.recipe import MXFP8BlockScaling
     from transformer_engine.pytorch.module import grouped_linear
 
@@ -82,7 +82,7 @@ def reductions_in_capture() -> int:
 
 
 def captured_operations() -> int:
-    """Return how many kinds of operations can be captured: one by itself, and some in a `te.ops.Sequential`."""
+    """Capture an operation by itself, and an operation in a `te.ops.Sequential`. Return 2 if both captures succeed."""
     kinds = [lambda operation: operation, te.ops.Sequential]
     for kind in kinds:
         operation = te.ops.BasicLinear(64, 64, dtype=torch.bfloat16, device="cuda")
@@ -91,7 +91,7 @@ def captured_operations() -> int:
 
 
 def left_by_a_capture() -> tuple[int, bool]:
-    """Return the number of cached weights and the mark of a module captured without caches, after one with caches."""
+    """Return the second module's number of cached weights and mark, after captures with and then without caches."""
     layers = [linear(64) for _ in range(2)]
     forward = layers[1].forward
 
@@ -107,7 +107,7 @@ def left_by_a_capture() -> tuple[int, bool]:
 
 
 def kept_in_recomputations() -> list[float]:
-    """Return norms of gradients of second microbatches, recomputed in graphs captured after a graph that caches."""
+    """Return the gradient norms of second microbatches that graphs recompute, after a capture with cached weights."""
 
     class Layer(te.Linear):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -154,12 +154,12 @@ def fills_of_the_shared_flag() -> int:
 
 
 def first_microbatches() -> tuple[Any, ...]:
-    """Return the results of the three functions above."""
+    """Return the results of `left_by_a_capture`, `kept_in_recomputations` and `fills_of_the_shared_flag`."""
     return left_by_a_capture(), kept_in_recomputations(), fills_of_the_shared_flag()
 
 
 def scales_after_an_evaluation() -> list[float]:
-    """Return the scales of a layer that was first run by a capture for evaluation without a warmup, after a step."""
+    """Return the scales of a layer after a capture for evaluation without a warmup, and a step."""
     layer = linear(64).eval()
     x = torch.ones(64, 64, **BF16)
     options = {"enabled": True, "recipe": DelayedScaling(amax_history_len=1)}
@@ -176,7 +176,7 @@ def scales_after_an_evaluation() -> list[float]:
 
 
 def numbers_of_the_tracker() -> bool:
-    """Return whether a wgrad that draws random numbers draws those that a tracker got after the capture."""
+    """Return whether a replayed wgrad draws from the generators that the tracker got after the capture."""
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
     tracker, drawn = CudaRNGStatesTracker(), torch.zeros(64, device="cuda")
@@ -212,7 +212,7 @@ def weights_held_after_reset() -> int:
 
 
 def main_grads_after_hooks() -> list[str]:
-    """Return ``main_grad`` after captures with warmup hooks, one of which sets it to zero. TE before 2.14 has none."""
+    """Return ``main_grad`` after captures with warmup hooks, one of which zeroes it. TE before 2.14 has none."""
     if "post_warmup_hook" not in inspect.signature(te.make_graphed_callables).parameters:
         return []
     found = []

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from tests.verify.cases import PIPELINED
 
-# Megatron-Core 0.16.1, get_overlap_moe_expert_parallel_comm_order: first of 2 stages, 2 model chunks of 1 and 2 layers,
-# 4 microbatches. TransformerEngine reuses a set of inputs too early.
+# The result of get_overlap_moe_expert_parallel_comm_order in Megatron-Core 0.16.1 for the first of 2 stages, 2 model
+# chunks of 1 and 2 layers, and 4 microbatches. In this order, TransformerEngine reuses a set of inputs too early.
 UNEVEN = [
     *(1, 2, 1, 2, 3, 3, 1, -3, 2, -3.5, 1, -3, 2, -3.5, 3, -2, -2.5, -1, -1.5, 3, -2, -2.5, -1, -1.5),
     *(-3, -3.5, -3, -3.5, -2, -2.5, -1, -1.5, -2, -2.5, -1, -1.5),
@@ -45,7 +45,7 @@ def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Co
 
 
 def random_orders(seed: int, number: int) -> list[list[float]]:
-    """Return ``number`` random legal orders with up to 6 microbatches and 4 chunks, which delay wgrads."""
+    """Return ``number`` random legal orders with delayed wgrads, up to 6 microbatches and up to 4 chunks."""
     rng = random.Random(seed)
     orders = []
     for _ in range(number):

@@ -34,12 +34,12 @@ COVERED = VERSIONS[1:]
 
 @dataclass(frozen=True)
 class TE:
-    """A TE that tests run on the simulator; ``path`` is its folder, or empty for the installed TE."""
+    """A TE for tests on the simulator. ``path`` is its folder, or empty for the installed TE."""
 
     version: str
     path: str
     needed: frozenset[str]
-    """The fixes that apply to it."""
+    """The ids of the fixes that apply to this TE."""
 
     @property
     def minor(self) -> int:
@@ -72,7 +72,7 @@ def source(version: str) -> Path:
 
 @functools.cache
 def examined(version: str) -> tuple[Source, Mapping[str, Assessment]]:
-    """Return the source of a version, or of the ``installed`` TE, and each fix's verdict on it (read once)."""
+    """Return the source of a version, or of the ``installed`` TE, and the verdict of each fix on this source."""
     tree = Source.installed() if version == "installed" else Source.at(source(version))
     return tree, assess(tree)
 

@@ -1,4 +1,4 @@
-"""Layers whose samples share constants, such as the rotary tables of local and global attention, with reused buffers.
+"""A program with reused buffers, in which layers share constants such as the rotary tables of attention.
 
 ``python -m tests.simulator tests/support/shared_constants.py`` prints, by program, the relative error of all outputs
 and gradients against eager training.
@@ -43,7 +43,7 @@ def train(number_of_table: Any, by_keyword: bool, graphed: bool) -> list[torch.T
     places = [(layer, microbatch) for layer in range(CHUNKS) for microbatch in range(MICROBATCHES)]
     numbers = [number_of_table(*place) for place in places]
     own = {place: tables[number] for place, number in zip(places, numbers, strict=True)}
-    # A sample of one place only is a static input: graphs write into it.
+    # A tensor that is a sample of only one graph is a static input, so graphs write to it.
     samples = {
         place: own[place].clone() if numbers.count(number_of_table(*place)) == 1 else own[place] for place in places
     }

@@ -1,7 +1,7 @@
-"""Run the cases of `verify` that are about a fix without one of its edits, until a case has another result.
+"""Run the cases of a fix without one of its edits, until the result of a case differs.
 
-`tests.support.left_out` contains programs for edits that change no result of a case.
-python -m tests.simulator tests/support/single_edits.py FIX NUMBER prints a JSON line for each case; -1 omits no edit.
+``python -m tests.simulator tests/support/single_edits.py FIX NUMBER`` prints a JSON line for each case. The NUMBER -1
+omits no edit. `tests.support.left_out` contains programs for edits that change no result of a case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from te_graph_fixes.patching.source import Source
 
 
 def leave_out(fix_id: str, number: int) -> None:
-    """Omit one edit of a fix from TransformerEngine's import on; ``-1`` omits none."""
+    """Omit the edit ``number`` of a fix when TransformerEngine is imported. -1 omits no edit."""
 
     def without_one(source: Source, verdict: Assessment) -> Assessment:
         kept = tuple(edit for place, edit in enumerate(verdict.edits) if place != number)
@@ -39,7 +39,7 @@ class AlteredFix(Fix):
 
 
 def alter(fix_id: str, altered: Callable[[Source, Assessment], Assessment]) -> None:
-    """Change the verdicts of a fix, from TransformerEngine's import on."""
+    """Replace each verdict of a fix with the result of ``altered``, from the next import of TransformerEngine on."""
     fields = {field.name: getattr(CATALOGUE[fix_id], field.name) for field in dataclasses.fields(Fix)}
     CATALOGUE[fix_id] = AlteredFix(**fields, altered=altered)
 

@@ -29,7 +29,7 @@ BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 def random(*shape: int, grad: bool = True, **options: Any) -> torch.Tensor:
-    """Return a tensor of normal numbers, by default of 32 x 32 in BF16."""
+    """Return a tensor of normally distributed numbers, by default in BF16 and of shape 32 x 32."""
     return torch.randn(*(shape or (32, 32)), **{**BF16, **options}, requires_grad=grad)
 
 
@@ -39,7 +39,7 @@ def linear(size: int = 32, **options: Any) -> Any:
 
 
 class WithSplits(torch.nn.Module):
-    """A module that passes the tokens of each expert, if ``splits`` contains them, to its layer."""
+    """A module that passes ``splits``, the numbers of tokens of the experts, to its layer if there are any."""
 
     def __init__(self, layer: Any, *splits: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class WithSplits(torch.nn.Module):
 
 
 def compare(train: Callable[..., Iterable[torch.Tensor | None]], *arguments: Any, **options: Any) -> None:
-    """Fail unless ``train(True, ...)``, with graphs, computes the tensors of ``train(False, ...)``."""
+    """Fail unless ``train(True, ...)``, with graphs, yields tensors equal to ``train(False, ...)``, which is eager."""
     eager, graphed = (
         [tensor if tensor is None else tensor.detach().clone() for tensor in train(graphs, *arguments, **options)]
         for graphs in (False, True)

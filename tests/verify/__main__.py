@@ -26,7 +26,7 @@ example: python -m tests.verify --quick
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases that ``arguments`` name, and return the exit status."""
+    """Run the cases named by ``arguments``, by default of the command line, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.verify",
         description="Run test programs on a GPU, each without and with the fixes.",

@@ -18,9 +18,9 @@ class Case:
     """One comparison of graph replay with eager training.
 
     ``function`` (``module:name`` in this package) is called with ``options`` and returns measures by name. The measure
-    ``errors`` maps names of results to lists of relative errors, all 0.0 if the results are bit-identical. If the
+    ``errors`` maps names of results to lists of relative errors, which are 0.0 for bit-identical results. If the
     measure ``damaged`` is true, the process cannot run another case. ``fixes`` are the ids of the tested fixes.
-    ``verify --quick`` runs only ``quick`` cases.
+    ``--quick`` selects ``quick`` cases.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Case:
     quick: bool = False
 
     def measure(self) -> dict[str, Any]:
-        """Run the case in this process. This needs TE and a GPU."""
+        """Run the case in this process, with TE and a GPU. Return the measures by name."""
         module, _, name = self.function.partition(":")
         measures: dict[str, Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)(**self.options)
         return measures
@@ -48,13 +48,13 @@ PIPELINED = (
     *(1, -3, -3.5, -2, -2.5, 1, -1, -1.5, 1, -1, -1.5, 1, -1, -1.5, 2, -1, 3, -1.5, 2, -3, -3.5, 3, -2, -2.5),
     *(2, -3, -3.5, 3, -2, -2.5, 2, -3, -3.5, 3, -2, -2.5, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5, -1, -1.5, -1, -1.5),
 )
-"""The schedule in TE #2376: three chunks, eight microbatches."""
+"""The schedule in TE #2376, with three chunks and eight microbatches."""
 
 OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""The schedule of the first of two stages: two model chunks of two layers, four microbatches.
+"""The schedule of the first of two stages, with two model chunks of two layers, and four microbatches.
 
 Each layer is a chunk, as with ``overlap_moe_expert_parallel_comm``.
 """
@@ -62,9 +62,9 @@ UNEVEN_SENDS = (
     *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
     *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
 )
-"""The schedule of the first of two stages: three model chunks, six microbatches in groups of four."""
+"""The schedule of the first of two stages, with three model chunks, and six microbatches in groups of four."""
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
-"""The schedule of one of two stages: two chunks, four microbatches."""
+"""The schedule of one of two stages, with two chunks and four microbatches."""
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
@@ -79,7 +79,7 @@ STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 
 
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
-    """Create a case of one `Program`, by default with three steps.
+    """Return a case of one `Program`, by default with three steps.
 
     The program removes each ``.grad`` immediately, so no gradient is added to another one.
     """
@@ -89,7 +89,7 @@ def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: An
 def _programs(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Create a case of several programs, each with its own options and the ``shared`` ones."""
+    """Return a case of several programs, each with its own options and the ``shared`` options."""
     options = {"programs": programs, "events": _STEPS, **shared}
     return Case(name, tuple(fixes), "programs:compare_each", options, quick)
 
@@ -97,14 +97,14 @@ def _programs(
 def _memory(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Create a case of several programs with equal memory needs in their captures."""
+    """Return a case of several programs whose captures need equal amounts of memory."""
     return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
 
 
 def _training(
     name: str, fixes: Iterable[str], module: str = "linear", recipe: str = "bf16", quick: bool = False, **options: Any
 ) -> Case:
-    """Create a case with three microbatches per step, one module per chunk, and fused wgrads.
+    """Return a case with three microbatches per step, one module per chunk, and fused wgrads.
 
     As in Megatron-Core, modules use is_first_microbatch, and FP8 graphs cache weights.
     """
@@ -122,26 +122,26 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Create a case of delayed wgrads in the schedule ``order``. Modules do not mark first microbatches."""
+    """Return a case of delayed wgrads in the schedule ``order``. Modules do not mark first microbatches."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """Create a case of a program that runs graphs in an unusual order, or that ``breaks`` a replay precondition."""
+    """Return a case with an unusual order of replays. It may break a replay precondition (``breaks``)."""
     given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
     return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Create a case of modules in `driver.outputs`, with static buffers reused by two microbatches in flight."""
+    """Return a case of modules in `driver.outputs`. Two microbatches in flight reuse the static buffers."""
     programs = {output: {"modules": (f"{output} output",)} for output in outputs}
     options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
     return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Create a case of a module that recomputes activations, alone and after a model with cached weights."""
+    """Return a case of a module that recomputes activations, alone and after a model with cached weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 

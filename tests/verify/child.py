@@ -23,7 +23,7 @@ from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named cases, or the cases from standard input. Return 1 once the process may be damaged."""
+    """Run the named cases, or the cases from standard input. Return 0, or 1 once the process may be damaged."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to stderr
     broken = _broken()
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _broken() -> dict[str, Any] | None:
-    """Return a common result for all cases if no case can run, else None."""
+    """Return the result of every case if no case can run in this process, else None."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401
@@ -74,7 +74,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _in_the_case(error: Exception) -> bool:
-    """Return whether the case's own import failed, rather than an import in TransformerEngine or the fixes."""
+    """Return whether an import of the case failed, rather than an import in TransformerEngine or in the fixes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 

@@ -17,10 +17,10 @@ LIMIT = 1.01
 
 
 def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Capture several `Program`s with equal memory needs. Each has the ``shared`` options and its own.
+    """Capture several `Program`s, which need equal amounts of memory, and return their errors and peaks.
 
-    A program's error is its peak divided by the lowest peak, minus 1. Errors up to `LIMIT` count as 0.0. ``peaks``
-    are in bytes.
+    Each program has the ``shared`` options and its own. Its error is its peak divided by the lowest peak, minus 1. The
+    error is 0.0 if this ratio is at most `LIMIT`. ``peaks`` are in bytes.
     """
     highest = {name: _highest(Program(**{**shared, **own})) for name, own in programs.items()}
     ratios = {name: peak / min(highest.values()) for name, peak in highest.items()}
@@ -29,7 +29,7 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """Run a program twice, and return the highest peak of the second run. The first allocates permanent workspaces."""
+    """Return the highest peak of a program in its second run. The first run allocates permanent workspaces."""
     peaks(program)
     return max(peaks(program))
 

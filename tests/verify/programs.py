@@ -17,7 +17,7 @@ from .driver.events import train
 from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
-"""The errors of `replay-contract`, and of autograd for an output that was overwritten."""
+"""A pattern of the errors of `replay-contract`, and of autograd's error for an overwritten output."""
 
 
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each by name.
+    """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each, by name.
 
     Programs that this GPU or TE cannot run are skipped. If none can run, the whole case is skipped.
     """
@@ -60,7 +60,7 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the results of a program with graphs, and its results with eager training."""
+    """Return the results of a program with graphs, and its results in eager training."""
     program = Program(**options)
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:

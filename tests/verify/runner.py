@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The error, or the outcome if there is none."""
+        """Return the error, or the outcome if the case was not measured."""
         if self.outcome != "measured" or self.error is None:
             return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """The outcomes of one case, without the fixes (None: it was not run without them) and with the fixes."""
+    """The outcomes of one case: without the fixes (None if the case was not run without them), and with the fixes."""
 
     case: Case
     without: Outcome | None
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The verdict: correct, fixed, not affected, STILL WRONG, skipped, could not run, or not measured."""
+        """Return the verdict: correct, fixed, not affected, STILL WRONG, skipped, could not run, or not measured."""
         if self.skipped:
             return f"skipped: {self.with_fixes.detail}"
         if self.unable:
@@ -95,17 +95,17 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the case is skipped, or correct with the fixes."""
+        """Return whether the case is skipped, or correct with the fixes."""
         return self.with_fixes.correct or self.skipped
 
     @property
     def skipped(self) -> bool:
-        """Whether this GPU or this TE cannot run the case at all."""
+        """Return whether this GPU or this TE cannot run the case at all."""
         return self._both("skipped")
 
     @property
     def unable(self) -> bool:
-        """Whether this TE lacks a name that the case imports, with and without the fixes."""
+        """Return whether this TE lacks a name that the case imports, with and without the fixes."""
         return self._both("unable")
 
     def _both(self, outcome: str) -> bool:
@@ -130,7 +130,7 @@ class Child:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
 
     def measure(self, case: Case, limit: float = LIMIT) -> Outcome:
-        """Run ``case`` in the process. Kill the process if there is no result after ``limit`` seconds."""
+        """Return the outcome of ``case`` in the process. Kill the process if it takes more than ``limit`` seconds."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -190,10 +190,10 @@ def measure(
     workers: int | None = None,
     command: Sequence[str] = CHILD,
 ) -> list[Row]:
-    """Run ``cases`` without and with the fixes, in ``workers`` processes (default: up to 8, limited by the CPUs).
+    """Run ``cases`` without and with the fixes, and return a row for each.
 
-    A baked TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. ``command`` starts a
-    child. Progress goes to stderr.
+    The cases run in ``workers`` processes, by default up to 8, limited by the CPUs. ``command`` starts a process. A
+    baked TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. Progress goes to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
@@ -222,7 +222,7 @@ def measure(
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Format the rows as text, one line each."""
+    """Return the rows as text, with a heading and a line for each row."""
     lines: list[tuple[str, ...]] = [("FIX", "CASE", "ERROR WITHOUT", "ERROR WITH", "VERDICT")]
     for row in rows:
         cells = [_cell(outcome) for outcome in (row.without, row.with_fixes)]
@@ -283,7 +283,7 @@ def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, b
             "skipped": skipped,
             "cases": [row.as_dict() for row in rows],
         }
-        without_inf = json.loads(json.dumps(about), parse_constant=lambda word: str(float(word)))  # JSON has none
+        without_inf = json.loads(json.dumps(about), parse_constant=lambda word: str(float(word)))  # JSON has no inf
         print(json.dumps(without_inf, indent=2))
     else:
         print(table(row for row in rows if not row.skipped))

@@ -1,4 +1,4 @@
-"""``verify``: its cases on the simulator, its verdicts, and children that fail, hang, die or cannot import TE."""
+"""Test ``python -m tests.verify``: its cases on the simulator, its verdicts, and child processes that fail or hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BESIDE = (
     *("inference-and-training-in-order", "norm-and-bias", "delayed-bias", "delayed-experts-in-order"),
     *("delayed-mlp-bias", "delayed-experts-bias", "other-module-first", "recomputed-weights", "experts-not-cached"),
 )
-"""Cases that are not quick, and about what those that are leave out."""
+"""Cases that are not quick, but test edits that no quick case tests."""
 
 
 def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
@@ -219,7 +219,7 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outcome) -> None:
-    """Replace the outcomes of every case."""
+    """Replace the outcomes of all cases with these."""
     monkeypatch.setattr(runner, "no_gpu", lambda: None)
     monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
 

@@ -1,4 +1,4 @@
-"""Events for inference, checkpoints, new and failed captures, and misuse; and `train`, which runs a program."""
+"""Events for inference, new and failed captures, and calls with wrong arguments. `train` runs a program."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def recapture(t: Training) -> None:
 @event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
-    t.other = torch.ones(1, device="cuda")  # may get the memory of the skip flag that graphs read
+    t.other = torch.ones(1, device="cuda")  # may be allocated in memory of the skip flag, which graphs still read
 
 
 FAILURES = (
@@ -167,12 +167,12 @@ def failed_capture(t: Training, *numbers: int, kind: type[Failing] = Failing, **
 
 @event
 def train_another(t: Training) -> None:
-    """Train another module, of the same kind as the last layer, eagerly in the second recipe."""
+    """Train a new module of the last layer's kind, eagerly and in the second recipe."""
     train_eagerly(t, MODULES[program.modules[-1]](), program.other)
 
 
 def warned(t: Training, words: str, x: torch.Tensor) -> None:
-    """Record a result for the comparison unless two replays without gradients warn exactly once."""
+    """Run two replays without gradients. Record a mismatch unless they warn exactly once."""
     if t.graphed:
         with warnings.catch_warnings(record=True) as messages, torch.no_grad():
             warnings.simplefilter("always")
@@ -187,7 +187,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Record a result for the comparison unless ``misuse``, a call with wrong arguments, raises an error."""
+    """Call ``misuse``, which passes wrong arguments to a graph. Record a mismatch unless it raises an error."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -205,7 +205,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def misusing(name: str, misuse: Any) -> Any:
-    """Register an event that requires an error from ``misuse(graph, input, keywords)``, given correct arguments."""
+    """Register an event that requires an error from ``misuse(graph, input, keywords)``, and return the event."""
     return event(lambda t: refused(t, misuse), name)
 
 
@@ -220,7 +220,7 @@ misuse_grad = misusing("misuse_grad", lambda call, x, marks: call(x.clone().requ
 
 @event
 def misuse_backward(t: Training) -> None:
-    """Run the backward of a graph captured without gradients."""
+    """Require an error from the backward of a graph that was captured without gradients."""
     layer, sample = torch_linear(), random().requires_grad_()
 
     def backward(*_: Any) -> None:
@@ -243,7 +243,7 @@ OF_GRAPHS = "memory with graphs"
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
-    """Run the program. Return its results and states, by event."""
+    """Run the program, with graphs or eagerly. Return its results and states, by event."""
     t = Training(graphed)
     for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))

@@ -130,7 +130,7 @@ class Captured:
             weights = fused(layer)
             for parameter, main_grad in zip(weights, make_main_grads(weights), strict=True):
                 parameter.main_grad = main_grad
-                if program.warmup_hook and self.graphed and number >= 0:  # not of a capture that fails
+                if program.warmup_hook and self.graphed and number >= 0:  # but not in a capture that fails
                     parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
@@ -157,7 +157,7 @@ class Captured:
             if program.hooks == "reduces":
                 dist.all_reduce(parameter.grad)
             elif program.hooks in ("takes", "of the node"):
-                parameter.taken.add_(parameter.grad)  # runs on the capture stream: no memory may be freed here
+                parameter.taken.add_(parameter.grad)  # The hook runs on the capture stream, so it must free no memory.
                 parameter.grad = None
             return grad * 2 if program.hooks == "doubles" else None
 
@@ -248,7 +248,7 @@ class Captured:
         self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
 
     def layers_of(self, entry: float) -> list[float]:
-        """Return the entries for all layers of a chunk that replace the ``entry`` of the chunk."""
+        """Return the entries of all layers of a chunk, which replace the chunk's ``entry`` if each layer is a chunk."""
         chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
         layers = [number + 1 for number in self.chunk(chunk)]
         return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
@@ -316,7 +316,7 @@ OF_CLASSES: dict[str, dict[str, Any]] = {
     "class": {"is_first_microbatch": False},
     "property": {"is_first": True, "is_first_microbatch": property(lambda module: module.is_first)},
 }
-"""The attributes of a module's class, by the ``weights`` of programs with marks that are no attributes of modules."""
+"""The attributes of a class with a mark, for the values of ``weights`` with marks on classes."""
 MARKS_OF_THE_LOOP = ("set", *OF_CLASSES)
 
 
@@ -329,13 +329,13 @@ def set_mark(module: Any, is_first: bool) -> None:
 
 
 def reuse_first_weights(module: Any) -> None:
-    """Mark only the very first forward as a first microbatch. All later forwards use its FP8 weights."""
+    """Mark only the first forward of all as a first microbatch, so that later forwards reuse its FP8 weights."""
     forward, marks = module.forward, itertools.chain([True], itertools.repeat(False))
     module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_first_microbatch": next(marks)})
 
 
 def delayed(layer: Any) -> list[Any]:
-    """Return the modules that can delay wgrads, in the order of their forwards."""
+    """Return the modules that can delay wgrads, in the order of their forwards, or []."""
     return [
         module
         for module in layer.modules()
@@ -366,7 +366,7 @@ def change_main_grads(modules: Iterable[Any]) -> None:
 
 
 def fused(layer: Any) -> list[Any]:
-    """Return the parameters with wgrads added to ``main_grad``."""
+    """Return the parameters of a layer whose wgrads are added to ``main_grad``, or []."""
     return [
         parameter
         for module in layer.modules()

@@ -22,13 +22,13 @@ Make = TypeVar("Make", bound=Callable[[], Any])
 
 
 def module(make: Make, name: str = "") -> Make:
-    """Register a class or a function under ``name``, by default its own name."""
+    """Register a class or a function under ``name``, by default its own name, and return it."""
     MODULES[name or make.__name__] = make
     return make
 
 
 def made(name: str, kind: Any, *experts: int, width: int = 1, **own: Any) -> Any:
-    """Register a module with the program's options and its own. Its output is ``width`` times as wide as its input."""
+    """Register and return a function that creates a module with ``width`` times as many outputs as inputs."""
     return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS, **own), name)
 
 
@@ -201,7 +201,7 @@ class Signed(Block):
 
 @module
 class SignsFirst(Signed):
-    """A block with the signs as its first output."""
+    """A block like `Signed`, with the signs as its first output."""
 
     main_output = 1
 
@@ -337,7 +337,7 @@ class Dropped(Block):
 
 @module
 class Tied(torch.nn.Module):
-    """A multiplication by the first weight of the first layer."""
+    """A multiplication by the first layer's first weight, which both layers share."""
 
     weight: torch.Tensor
 

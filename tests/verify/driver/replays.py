@@ -61,7 +61,7 @@ def backward_and_keep(t: Training) -> None:
 
 @event
 def backward_that_runs(t: Training) -> None:
-    """Run a backward. Before the layers' backwards, a hook runs their forwards again, without gradients."""
+    """Run a backward. Its first hook runs the forwards of all layers again, without gradients."""
     t.in_flight[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
@@ -81,7 +81,7 @@ def wgrad(t: Training, graph: int = 0) -> None:
         t.wgrad(number, graph, eager=False)
 
 
-# These events record earlier results again.
+# These events record the results of earlier events again.
 read_outputs = event(lambda t: t.see("outputs", *(out for _, out in t.run_before)), "read_outputs")
 read_input_grads = event(lambda t: t.see("dgrads", *(x.grad for x, _ in t.run_before)), "read_input_grads")
 read_kept_grads = event(lambda t: t.see("kept", *t.kept), "read_kept_grads")
@@ -102,7 +102,7 @@ def keep_grads(t: Training) -> None:
 
 @event
 def dummies(t: Training) -> None:
-    """Run a microbatch. Its backward must set the ``.grad`` of fused weights to TE's own dummies, not to copies."""
+    """Run a microbatch, and check that the ``.grad`` of fused weights are TE's own dummies, not copies."""
     forward(t)
     backward(t)
     if t.graphed:

@@ -28,7 +28,7 @@ RECIPES = {
     "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
-"""For each recipe, TE's class and TE's function for its support by this GPU. ``bf16`` has neither."""
+"""TE's class of each recipe, and TE's function that tells whether this GPU supports the recipe."""
 program: Any = SimpleNamespace(**vars(Program()))  # `use` selects it
 tracker = CudaRNGStatesTracker()
 
@@ -53,7 +53,7 @@ def autocast(name: str) -> Any:
 
 
 def make_recipe(name: str) -> Any:
-    """Return TE's recipe with the options of the program; None for ``bf16``."""
+    """Return TE's recipe of this name, with the options of the program; None for ``bf16``."""
     if program.calibrating:
         return recipes.DelayedScaling(amax_history_len=3)
     if name == "bf16":
@@ -82,12 +82,12 @@ def random(scale: float = 1.0) -> torch.Tensor:
 
 
 def sample() -> torch.Tensor:
-    """Return a sample argument, without drawing random numbers."""
+    """Return a sample argument for a capture, without drawing random numbers."""
     return torch.ones(TOKENS, hidden(), dtype=torch.bfloat16, device="cuda")
 
 
 def the_tracker() -> Any:
-    """Return a function that returns the RNG tracker, or None if the program has no tracker."""
+    """Return a function that returns the RNG tracker; return None if the program has no tracker."""
     return (lambda: tracker) if program.tracker else None
 
 

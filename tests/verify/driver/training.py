@@ -26,7 +26,7 @@ Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def event(function: Event, name: str = "") -> Event:
-    """Register an event under ``name``, by default the name of its function."""
+    """Register an event under ``name``, by default the name of its function, and return it."""
     EVENTS[name or function.__name__] = function
     return function
 
@@ -39,7 +39,7 @@ class Training(Captured):
     saved_states: dict[str, torch.Generator]
 
     def see(self, what: str, *values: torch.Tensor | None) -> None:
-        """Record copies of values for the comparison."""
+        """Record copies of ``values`` under the name ``what``, for the comparison."""
         kept = self.seen.setdefault(f"{self.event}: {what}", [])
         kept += [None if value is None else comparable(value) for value in values]
 
@@ -53,7 +53,7 @@ class Training(Captured):
             module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
-        """Run one layer."""
+        """Run one layer, and return its output."""
         given, options = arguments(self.layers[number], x, x.detach() / 2)
         if program.hooks == "ddp" and call is self.layers[number]:
             call = self.reducing[number]
@@ -75,7 +75,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """Run the extra layer at the beginning of the autocast, if any."""
+        """Run the extra layer at the beginning of the autocast, if any, and return the input of the layers."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
@@ -97,7 +97,7 @@ class Training(Captured):
         return x
 
     def forward(self, x: torch.Tensor, layers: Iterable[int], microbatch: int, eager: bool = False) -> torch.Tensor:
-        """Run a microbatch through layers."""
+        """Run a microbatch through ``layers``, and return the output."""
         calls = self.eager if eager else self.calls
         graphed = self.graphed and not eager
         given = x
@@ -123,7 +123,7 @@ class Training(Captured):
                     self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
-        """Run a step. With ``skip``, drop its gradients. With ``interrupted``, evaluate after the first backward."""
+        """Run a step. ``skip`` drops its gradients. ``interrupted`` evaluates after the first backward."""
         self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
@@ -244,7 +244,7 @@ class Training(Captured):
         self.recipe = kept
         for layer in self.layers:
             layer.train()
-        for module, mark in marks.items():  # in a step in progress, the evaluation must not add a first microbatch
+        for module, mark in marks.items():  # In an interrupted step, the evaluation must not add a first microbatch.
             set_mark(module, mark)
 
     def state(self) -> None:
@@ -286,13 +286,13 @@ class Sends:
         self.last_forward = max(i for i, entry in enumerate(order) if entry > 0)
 
     def received_before(self, position: int) -> list[torch.Tensor | None]:
-        """Return [grad] for the send that completes before the entry at ``position``, or []."""
+        """Return a list of the grad whose send completes before the entry at ``position``, or []."""
         entry = self.order[position]
         is_due = len(self.in_flight) > 1 and (entry < 0 or entry in self.first_layers)
         return [self.in_flight.pop(0)] if is_due else []
 
     def read_after(self, position: int, grad: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Return the grads to be read right after the backward that returned ``grad``."""
+        """Return the grads to be read right after the backward that returned ``grad``, or []."""
         if -self.order[position] not in program.sends:
             return [grad]
         self.in_flight.append(grad)
@@ -304,7 +304,7 @@ class Sends:
 
 
 def comparable(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor as floating-point numbers or as bytes, so that tensors of every dtype can be compared."""
+    """Return a copy of a tensor as floating-point numbers or as bytes, because not every dtype can be compared."""
     copy = value.detach().clone().resolve_conj().resolve_neg()
     if copy.is_complex():
         return torch.view_as_real(copy)
@@ -312,7 +312,7 @@ def comparable(value: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointed(kind: str, call: Any) -> Any:
-    """Wrap a call in a checkpoint of TE or torch, with or without other recomputed operations."""
+    """Return ``call`` inside a checkpoint of TE or torch, with or without other recomputed operations."""
     if kind == "te":
         return functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
     if not kind:
@@ -326,7 +326,7 @@ def checkpointed(kind: str, call: Any) -> Any:
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
-    """Return the scales and amax histories, both the active ones and those in a checkpoint."""
+    """Return the active scales and amax histories of a layer, and the copies in a checkpoint."""
     tensors = []
     for module in layer.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
