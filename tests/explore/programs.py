@@ -53,19 +53,19 @@ def runs_twice(p: Program) -> bool:
 
 
 RULES: dict[str, Callable[[Program], Any]] = {
-    "_order wants as many layers in each chunk": lambda p: not p.order or len(p.modules) % max(p.order) == 0,
-    "TE wants a chunk for each layer where wgrads are delayed": lambda p: (
+    "each chunk of an order has the same number of layers": lambda p: not p.order or len(p.modules) % max(p.order) == 0,
+    "if an order delays wgrads, TE requires one layer in each chunk": lambda p: (
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
     ),
-    "TE's backward_dw replaces a gradient, so the caller takes each one": lambda p: p.takes_grads or not p.delay,
-    "only an order has sends, because other replays overwrite the gradient that is sent": lambda p: (
-        p.order or not p.sends
+    "TE's backward_dw replaces a gradient, so the caller must take each gradient before": lambda p: (
+        p.takes_grads or not p.delay
     ),
-    "attention gives no delayed wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
-    "a norm makes a weight anew for each forward, to which no wgrad can be delivered later": lambda p: (
+    "sends need an order, because other replays overwrite the sent gradient": lambda p: p.order or not p.sends,
+    "attention cannot delay wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
+    "normalization computes a new weight for each forward, so no wgrad can be delivered later": lambda p: (
         "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
     ),
-    "what is captured inside of a layer is called as others are": lambda p: (
+    "a layer with a graph inside is called like other layers": lambda p: (
         not p.inside
         or not (
             (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
@@ -76,46 +76,46 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "eager backward_dw() loses the wgrads of FP8 weights that compute without FP8": lambda p: (
         not (p.delay and p.fp8_params and (p.recipe == "bf16" or "KeptInBf16" in p.modules))
     ),
-    "one capture of all layers leaves none out": lambda p: not ((p.order or p.together) and p.not_captured),
+    "a single capture includes all layers": lambda p: not ((p.order or p.together) and p.not_captured),
     "each entry of a wgrad needs a module that delays it": lambda p: (
         not any(each % 1 for each in p.order) or (p.delay and not {*OPERATIONS, *OTHERS} & {*p.modules})
     ),
-    "a torch layer that runs first passes no marks": lambda p: not (p.first == "plain" and p.weights == "cached"),
-    "FP8 weights are in one recipe for good": lambda p: (
+    "an extra layer of torch passes no marks": lambda p: not (p.first == "plain" and p.weights == "cached"),
+    "FP8 weights cannot change their recipe": lambda p: (
         not p.fp8_params
         or (
             not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
             and not (p.in_bf16 or p.calibrating or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
         )
     ),
-    "a capture makes FP8 state, eager training in its first forward": lambda p: (
+    "a capture creates FP8 state, but eager training creates it in its first forward": lambda p: (
         p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
     ),
-    "there is a tracker to seed": lambda p: p.tracker or "reseed_tracker" not in p.events,
-    "a frozen module has no wgrad to delay, and fails in eager training too": lambda p: (
+    "reseeding needs a tracker": lambda p: p.tracker or "reseed_tracker" not in p.events,
+    "a frozen module with delayed wgrads fails in eager training too": lambda p: (
         not p.delay or not (p.frozen or "freeze" in p.events)
     ),
-    "hooks of parameters see no delayed wgrads": lambda p: not (p.delay and p.hooks),
+    "hooks of parameters do not run for delayed wgrads": lambda p: not (p.delay and p.hooks),
     "a module that did not run has no wgrad": lambda p: not (p.delay and "Unused" in p.modules),
-    "only graphs delay wgrads here": lambda p: not (p.delay and p.not_captured),
-    "operations have no block scaling": lambda p: (
+    "in these programs, a layer without a graph cannot delay wgrads": lambda p: not (p.delay and p.not_captured),
+    "operations do not support block scaling": lambda p: (
         not {*OPERATIONS} & {*p.modules} or "block" not in (p.recipe, p.other)
     ),
     "samples in a tuple have no keyword arguments": lambda p: not (p.tuples and "Named" in p.modules),
-    "a tied weight follows its first use, plainly": lambda p: (
+    "a tied layer is the last layer, and the first layer is a plain projection": lambda p: (
         "Tied" not in p.modules
         or (
             (p.modules[0] in TE_LAYERS[:2] and p.modules.index("Tied") == len(p.modules) - 1 > 0)
             and not (p.fused or p.fp8_params or p.delay or p.hooks or (len(p.order) and max(p.order) > 1))
         )
     ),
-    "the simulator captures no FP8 tensors, which projections give to attention in delayed scaling": lambda p: (
+    "in delayed scaling, attention gets FP8 tensors, which the simulator cannot capture": lambda p: (
         not (p.fp8_attention and p.recipe == "delayed" and {*ATTENTION} & {*p.modules})
     ),
-    "what ranks share or reduce needs ranks": lambda p: (
+    "modules and hooks that communicate need ranks": lambda p: (
         p.ranks or not (p.hooks in ("reduces", "ddp") or {*OF_RANKS} & {*p.modules})
     ),
-    "DDP reduces in the backward of its forward, once, what that gives to every parameter": lambda p: (
+    "DDP needs one backward for each forward, with a gradient for every parameter": lambda p: (
         p.hooks != "ddp"
         or not (
             (p.order or p.delay or p.fused or p.frozen or runs_twice(p) or p.keeps_grads or not p.input_grads)
@@ -123,17 +123,17 @@ RULES: dict[str, Callable[[Program], Any]] = {
             or {"eager_step", "freeze", "raise_in_autocast"} & {*p.events}
         )
     ),
-    "gloo gathers no two tensors at once, as those with blocks are": lambda p: (
+    "gloo cannot gather both parts of a block-scaled tensor at once": lambda p: (
         not {"mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
     ),
-    "dicts are no samples in a tuple, and te.checkpoint takes tensors": lambda p: (
+    "a dict cannot be a sample in a tuple or an argument of te.checkpoint": lambda p: (
         "Structured" not in p.modules or not (p.tuples or p.checkpoints)
     ),
-    "only static inputs that are tensors are shared: TE asks each for its shape": lambda p: (
+    "only tensors can be shared static inputs, because TE reads their shapes": lambda p: (
         "Structured" not in p.modules or not p.reuse
     ),
-    "keys are of a dict": lambda p: "misuse_keys" not in p.events or p.modules[0] == "Structured",
-    "calibration is of delayed scaling": lambda p: (
+    "misuse of keys needs a dict": lambda p: "misuse_keys" not in p.events or p.modules[0] == "Structured",
+    "calibration needs delayed scaling": lambda p: (
         not p.calibrating
         or (
             p.recipe == "delayed"
@@ -144,76 +144,78 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.inference or p.checkpoints or "Recomputed" in p.modules)
         )
     ),
-    "a graph for inference is of an ordinary layer": lambda p: (
+    "a graph for inference needs a layer with one input and one output": lambda p: (
         bool(p.inference) == ("infer" in p.events)
         and not (p.inference and p.modules[0] in ("Named", "WithNone", "Signed", "SignsFirst", "Structured"))
     ),
-    "what runs first needs one autocast": lambda p: not p.first or p.autocasts == "one",
-    "the last layer has something to train": lambda p: (
+    "an extra layer before the others needs one autocast for all": lambda p: not p.first or p.autocasts == "one",
+    "a program needs something to train": lambda p: (
         p.input_grads or (not p.frozen and p.modules[0] not in ("dropout", "Tied"))
     ),
-    "a checkpoint replays forwards again, which must not come between others of their pool": lambda p: (
+    "a checkpoint repeats forwards, which must not come between other replays of their pool": lambda p: (
         not p.checkpoints or (not p.order and not (p.together and len(p.modules) > 1))
     ),
     "a reentrant checkpoint needs an input with a gradient": lambda p: (
         (p.input_grads or not (p.checkpoints or "Recomputed" in p.modules))
         and not ({"Teacher", "Router"} & {*p.modules} and "Recomputed" in p.modules)
     ),
-    "LayerNormMLP gives no dummy for one weight, whose hooks eager autograd calls with nothing": lambda p: (
+    "LayerNormMLP returns no dummy for one weight, so eager autograd calls its hooks without a gradient": lambda p: (
         not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
     ),
-    "the simulator's eager LayerNormMLP needs both halves of FP8 weights, and gets one without grad": lambda p: (
+    "built without grad, LayerNormMLP has only one half of the FP8 weights, but the simulator needs both": lambda p: (
         not (p.fp8_params and p.built_without_grad and {*MLPS} & {*p.modules})
     ),
-    "chained operations quantize outputs, which they cannot in current scaling and NVFP4": lambda p: (
+    "chained operations cannot quantize their outputs in current scaling and NVFP4": lambda p: (
         "operations" not in p.modules or not {"current", "nvfp4"} & {p.recipe, p.other}
     ),
-    "LayerNormMLP with weights cached in an evaluation in block scaling cannot train, eagerly either": lambda p: (
+    "after an evaluation that caches weights in block scaling, LayerNormMLP cannot train even eagerly": lambda p: (
         not (p.inference and p.weights != "plain" and p.recipe == "block" and p.modules[0] in MLPS)
     ),
-    "torch's checkpoint, which runs what is not TE's, takes no keywords": lambda p: (
+    "torch's checkpoint, used for modules of torch, accepts no keyword arguments": lambda p: (
         not (p.checkpoints and p.weights == "cached" and {*OTHERS} & {*p.modules})
     ),
-    "a layer for each chunk, and no wgrads in the order: each is then replayed right after its dgrad": lambda p: (
+    "if each layer is a chunk, delayed wgrads need entries in the order": lambda p: (
         not (p.delay and p.layers_as_chunks and len(p.modules) > 1) or any(each % 1 for each in p.order)
     ),
-    "eager recompute takes the oldest FP8 state, which may be that of a forward without a backward": lambda p: (
+    "eager recomputation uses the oldest FP8 state, which may belong to a forward without a backward": lambda p: (
         "delayed" not in (p.recipe, p.other)
         or not (p.checkpoints or "Recomputed" in p.modules)
         or not ("raise_in_autocast" in p.events or ("Recomputed" in p.modules and runs_twice(p)))
     ),
-    "a GPU's eager wgrad of an operation before another in FP8 reads a transpose that nobody wrote": lambda p: (
+    "on a GPU, the eager wgrad of the first of two FP8 operations reads an unwritten transpose": lambda p: (
         "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
     ),
     "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
-    "te.checkpoint takes an operation for a module of torch, and eager training recomputes it in bf16": lambda p: (
+    "te.checkpoint treats an operation as a module of torch, so eager training recomputes it in bf16": lambda p: (
         not (p.checkpoints and {*OPERATIONS} & {*p.modules})
     ),
-    "an order gives no modules, which have hooks": lambda p: not (p.module_hooks and p.order),
-    "TE captures no module that has hooks, as one that is captured again": lambda p: (
+    "for an order, TE returns functions, which have no hooks": lambda p: not (p.module_hooks and p.order),
+    "TE cannot capture a module with hooks again": lambda p: (
         not (p.module_hooks and {"recapture", "switch_recipe", "freeze", "unfreeze"} & {*p.events})
     ),
-    "a frozen projection has no wgrad to delay, and stays frozen": lambda p: (
+    "the frozen projections of an adapted layer cannot delay wgrads and stay frozen": lambda p: (
         "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)
     ),
-    "gradients of three uses are summed in another order where two of them are in a graph": lambda p: (
+    "three gradients are summed in another order if two of them are in a graph": lambda p: (
         not (p.residual or p.in_place) or not {"Adapted", "Routed", "patched", "Returning"} & {*p.modules}
     ),
-    "dropout draws in the order of memory, which of a static input is its sample's": lambda p: (
+    "dropout draws in the order of memory, and a static input has the strides of its sample": lambda p: (
         not p.strided or "dropout" not in p.modules
     ),
-    "eager training takes a copied transpose of an FP8 weight for the one that is made later": lambda p: (
+    "eager training confuses a copied transpose of an FP8 weight with a later transpose": lambda p: (
         not (p.offload and p.fp8_params)
     ),
-    "nothing can be added to a view that TE gives": lambda p: not p.in_place or p.modules[-1] not in TE_LAYERS[1:4],
-    "TE's own backward_dw in FP8 reads the .grad of a bias, which is gone": lambda p: (
+    "torch cannot add in place to a view that TE returns": lambda p: (
+        not p.in_place or p.modules[-1] not in TE_LAYERS[1:4]
+    ),
+    "TE's eager backward_dw in FP8 reads the .grad of a bias, but the caller has taken it": lambda p: (
         not (p.delay and p.bias and p.takes_grads and p.recipe != "bf16" and "eager_step" in p.events)
     ),
-    "what is trained again was frozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
-    "a hook after warmup changes main_grads, which are none of a layer that becomes frozen": lambda p: (
+    "only a frozen layer can be unfrozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
+    "a warmup hook changes main_grads, but a layer that becomes frozen has none": lambda p: (
         not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})
     ),
-    "FP8 weights of an early forward are of plain layers in FP8, and of one recipe": lambda p: (
+    "FP8 weights of the first forward need plain layers in FP8, and one recipe": lambda p: (
         p.weights != "own"
         or (
             {*p.modules} <= {*TE_LAYERS, "sequential", "nested", "Block"}
@@ -222,7 +224,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {"evaluate_in_other", "evaluate_in_bf16", "switch_recipe", "reset_fp8"} & {*p.events}
         )
     ),
-    "a count of forwards is right if a capture has no warmup": lambda p: (
+    "a module that counts forwards needs captures without a warmup": lambda p: (
         "Counting" not in p.modules or (not p.warmup and not p.checkpoints)
     ),
     "a layer without gradients comes before a layer with gradients": lambda p: (
@@ -233,10 +235,10 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {"freeze", "unfreeze"} & {*p.events}
         )
     ),
-    "what eager code does with outputs is in no evaluation of a tuple": lambda p: (
+    "inference, inner graphs and checkpoints do not support several outputs": lambda p: (
         not {"Router", "Returning", "Detached"} & {*p.modules} or not (p.inference or p.inside or p.checkpoints)
     ),
-    "each loss has a backward, which replays the graphs of one microbatch": lambda p: (
+    "several losses need retained graphs, and one replay for each microbatch": lambda p: (
         "step_of_losses" not in p.events
         or (
             p.retain
@@ -245,7 +247,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {"Recomputed", "Dropped", "dropout", "Tied", "Routed"} & {*p.modules}
         )
     ),
-    "a copy has the forward of its original": lambda p: (
+    "a copy would call the forward that was set on its original": lambda p: (
         "evaluate_copy" not in p.events
         or (
             p.weights == "plain"
@@ -253,19 +255,19 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
         )
     ),
-    "a layer that runs twice, in two precisions, has limits (docs/limits.md), and delays no wgrads": lambda p: (
+    "a layer that runs in two precisions cannot delay wgrads, and has limits (docs/limits.md)": lambda p: (
         "TwoPrecisions" not in p.modules or not (p.delay or p.checkpoints or (p.fused and p.weights != "plain"))
     ),
-    "a graph that caches weights also caches those of a layer that nobody marks": lambda p: (
+    "a graph that caches weights also caches the weights of an unmarked layer": lambda p: (
         "Listed" not in p.modules or p.weights != "cached"
     ),
     "a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
     ),
-    "a training loop sets the marks of all microbatches": lambda p: (
+    "a loop that sets marks needs FP8, and each microbatch must be in the loop": lambda p: (
         p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
     ),
-    "a training loop sets the marks of classes as those of modules": lambda p: (
+    "a loop that sets marks of classes needs FP8 and plain layers": lambda p: (
         p.weights not in ("class", "property")
         or (
             p.recipe != "bf16"
@@ -274,7 +276,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and {*p.modules} <= {*TE_LAYERS[:4]}
         )
     ),
-    "an FP8 output is of a captured layer before an eager one in delayed scaling": lambda p: (
+    "an FP8 output needs a captured layer before an eager layer, in delayed scaling": lambda p: (
         "Fp8Output" not in p.modules
         or (
             p.modules[:2] == ("Fp8Output", "linear")
@@ -284,7 +286,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.residual or p.in_place or p.delay or p.autocasts != "one" or p.weights != "plain")
         )
     ),
-    "extra captures in FP8 need FP8 that trains, in a process without ranks": lambda p: (
+    "extra captures need training in FP8, in a process without ranks": lambda p: (
         not {*EXTRA_CAPTURES} & {*p.events}
         or (
             "bf16" not in (p.recipe, p.other if "switch_recipe" in p.events else "")
@@ -294,10 +296,10 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "eager training in delayed scaling fails after FP8 in inference mode": lambda p: (
         "infer_in_inference_mode" not in p.events or p.recipe != "delayed"
     ),
-    "an object of tensors is a keyword of a graph": lambda p: (
+    "misuse of an object needs a graph with keyword arguments": lambda p: (
         "misuse_object" not in p.events or not ({*BLOCKS, *SPECIAL_MODULES} & {*p.modules} or 0 in p.not_captured)
     ),
-    "a misuse is of a graph": lambda p: (
+    "misuse needs a graph of the first layer": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
 }
