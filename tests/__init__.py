@@ -1,1 +1,1 @@
-"""The tests, and programs that run from a checkout. As a package, they precede any `tests` in site-packages."""
+"""The tests, and programs that run from a checkout. A `tests` in site-packages cannot hide this package."""

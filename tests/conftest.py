@@ -1,10 +1,10 @@
 """Select the tests to run, and the TransformerEngine (TE) for them.
 
 ``--part te`` runs the modules with ``pytestmark = pytest.mark.te``, which need torch and TE. ``--part text`` runs all
-others. The modules are read, not imported. Without the option everything runs, but only the part ``text`` if torch is
-missing. ``--te VERSION``, which may be given several times, makes tests with ``tried_te`` use that published TE instead
-of the installed one. ``--dist loadgroup`` leaves all tests of a version to one process, so that each process reads
-other sources.
+other modules. The mark is read from the text of a module, without an import. Without ``--part``, all modules run, or
+only the part ``text`` if torch is missing. ``--te VERSION``, which can be repeated, runs tests with ``tried_te`` on
+this published TE instead of the installed TE. ``--dist loadgroup`` runs all tests of a version in one process, so that
+only this process reads the sources of the version.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ hypothesis
 
 
 def site_packages(folder: Path) -> Path:
-    """Return the packages of the environment in ``folder``; create it if it does not exist for this Python."""
+    """Return the site-packages folder of the environment in ``folder``. Create a missing environment."""
     done = folder / "requirements.txt"
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ PAGES = tuple(
     )
 )
 SHOWN = "2.14.0"
-"""The version of TE whose change docs/how.md counts; NeMo 26.04 contains it."""
+"""The version of TE in NeMo 26.04. docs/how.md counts the changes of the fixes to this version."""
 
 CONTAINERS = (
     ("NeMo 26.02", "2.12.0+5671fd36", "Megatron-Bridge's page of software versions"),
@@ -41,7 +41,7 @@ CONTAINERS = (
 
 
 def upstream() -> str:
-    """Return, as Markdown, the fixes whose bug TE has fixed itself, and those whose bug has a public report."""
+    """Return, as Markdown, the fixes of bugs that TE has fixed itself, and the fixes of publicly reported bugs."""
     fixed = [f"`{fix.id}` in {fix.merged} ({_links(fix)})" for fix in CATALOGUE.values() if fix.merged]
     reported = [f"`{fix.id}` ({_links(fix)})" for fix in CATALOGUE.values() if fix.upstream and not fix.merged]
     others = len(CATALOGUE) - len(fixed) - len(reported)

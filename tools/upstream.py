@@ -1,9 +1,9 @@
 """Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
 
-FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
-(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both are for ``git apply``. A
-patch does not contain the fixes that its fix requires; the first line of the report names them. New modules get the
-header of the checkout's own graph.py.
+For each report that applies to the checkout, FOLDER gets a folder with the text (``report.md``), the patch of the fix
+(``fix.patch``) and the patch of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both patches are for
+``git apply``. A patch does not contain the fixes that its fix requires. The first line of the report names these fixes.
+New modules get the header of the checkout's own graph.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 def write_report(fix: str, found: Mapping[str, Assessment], source: Source, checkout: Path, folder: Path) -> None:
     """Write the text and both patches of one report."""
     folder.mkdir(parents=True, exist_ok=True)
-    # A fix comes after those that it requires: it has more required fixes than each of them.
+    # A fix has more required fixes than each fix that it requires, so it comes after them.
     names = sorted(with_required([fix]) - {fix}, key=lambda name: (len(with_required([name])), name))
     required = {name: found[name] for name in names if found[name].edits}
     header = license_header((checkout / GRAPH_FILE).read_text())
@@ -63,7 +63,7 @@ def write_report(fix: str, found: Mapping[str, Assessment], source: Source, chec
 
 
 def license_header(text: str) -> str:
-    """Return the comments before the first blank line of a file."""
+    """Return the license header of a file: its text before the first blank line."""
     return text.partition("\n\n")[0] + "\n\n"
 
 
@@ -82,7 +82,7 @@ def changed_files(source: Source, changes: Mapping[str, Assessment], header: str
 def with_imports_at_top(text: str, changes: Mapping[str, Assessment]) -> str:
     """Return the text with the imports of support modules moved from functions to the top, as in TE's own code.
 
-    An import stays in its function if the support module imports TE itself, because that may be a cycle.
+    An import stays in its function if the support module imports TE, because a cycle of imports is possible.
     """
     independent = [
         name.rpartition(".")[2]

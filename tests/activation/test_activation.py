@@ -1,7 +1,7 @@
-"""Test the life cycle of the package in child processes, on a stand-in for TransformerEngine (TE) with its own fixes.
+"""Test the life cycle of the package in child processes, on a stand-in for TransformerEngine (TE).
 
-The stand-in has a few functions under TE's module names, and a copy of te_graph_fixes next to it has fixes for them.
-Tests of every order of events are therefore fast and need no torch. `test_lifecycle.py` uses TE itself.
+The stand-in has a few functions under TE's module names. A copy of te_graph_fixes next to the stand-in contains fixes
+for these functions. The tests are therefore fast and need no torch. `test_lifecycle.py` uses TE itself.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 class World:
-    """A folder with a TE and with te_graph_fixes, in which tests run programs."""
+    """A folder with a stand-in for TE and a copy of te_graph_fixes, in which tests run programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -219,7 +219,7 @@ def test_the_order_of_imports_does_not_matter(world: World, order: str) -> None:
 
 @pytest.mark.parametrize("place", ["middle", "end"])
 def test_te_that_imports_the_package_itself_is_an_error(world: World, place: str) -> None:
-    """The error is no ImportError, which TE would catch. The fixes can only be applied when the import of TE ends."""
+    """The error is no ImportError, because TE would catch it. Fixes can only be applied at the end of TE's import."""
     world.run(
         f"""
 os.environ["FIXES_AT"] = "{place}"
@@ -297,7 +297,7 @@ for sequence in {SEQUENCES}:
 
 
 def test_a_reload_of_a_module_of_te_shows_in_the_report(world: World) -> None:
-    """A reload is not noticed itself (docs/limits.md)."""
+    """The package does not notice the reload itself (docs/limits.md), but the report shows the unfixed code."""
     world.run("""
 import te_graph_fixes
 assert results() == RIGHT
@@ -377,7 +377,7 @@ assert results() == RIGHT  # the refused import has left no module
 assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT="1",
-        PYTHONDONTWRITEBYTECODE="1",  # within a second, Python would use it for the new text
+        PYTHONDONTWRITEBYTECODE="1",  # Python would use the bytecode for a text written within the same second
     )
 
 
@@ -472,7 +472,7 @@ SETTINGS = {
 
 
 def test_the_settings_choose_the_fixes(world: World) -> None:
-    """Variables and arguments choose the same fixes."""
+    """The environment variables and the arguments of `activate` select the same fixes."""
     out = world.run(f"""
 import te_graph_fixes
 for name, (switch, disable, values, expected) in {SETTINGS}.items():
@@ -588,7 +588,7 @@ print(te_graph_fixes.report())
 
 
 def test_a_copy_of_te_graphs_under_another_name_is_said(world: World) -> None:
-    """The report and a warning name the copy."""
+    """The report and a warning name the module with the copy."""
     out = world.run(
         """
 import types, warnings
@@ -607,7 +607,7 @@ print(te_graph_fixes.report().as_dict()["copies"], *[each.message for each in wa
 
 
 def test_no_syntax_tree_of_te_stays_in_memory(world: World) -> None:
-    """Otherwise, every later garbage collection would visit the nodes."""
+    """A syntax tree in memory would slow down every later garbage collection."""
     world.run("""
 import ast, gc
 import te_graph_fixes

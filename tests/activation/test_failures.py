@@ -1,7 +1,6 @@
-"""Test failures around the package, each in its own process, on TransformerEngine's (TE's) real sources.
+"""Test processes in which TransformerEngine (TE), torch or wrapt is missing or old, with TE's real sources.
 
-`test_activation.py` tests the life cycle on a stand-in. Here TE, torch or wrapt is missing or old, a process forks, or
-Python has other options.
+Other tests fork a process, or start Python with other options. `test_activation.py` tests the life cycle on a stand-in.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.support.child import on_simulator, python
 pytestmark = pytest.mark.te
 
 ROOT = Path(__file__).parents[2]
-# What a child runs first: TE on a machine without a GPU, and functions to report by.
+# The start of every child's code: TE on a machine without a GPU, and functions that print results.
 SETUP = """
 import logging, os, sys
 logging.basicConfig(level=logging.INFO, format="LOG %(levelname)s %(message)s")
@@ -41,13 +40,13 @@ def count(status):
 
 
 def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` below `SETUP` on the simulator, in a process that has imported torch and finds ``path`` first."""
+    """Run ``code`` after `SETUP` on the simulator, in a fork of a process with torch, and with ``path`` first."""
     program = SETUP + textwrap.dedent(code)
     return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), imported=(), **variables)
 
 
 def printed(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> list[str]:
-    """Return the lines that ``code`` prints in a child, which must not fail."""
+    """Return the lines that ``code`` prints in a child. Fail if the child fails."""
     found = child(code, path=path, **variables)
     assert found.returncode == 0, found.stderr
     return found.stdout.splitlines()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.te
 ROOT = Path(__file__).parents[2]
 
 WARNINGS = ("error", "ignore:`torch.jit:DeprecationWarning")
-"""Every warning is an error, less the one that torch 2.13 gives for TE 2.17 and earlier itself."""
+"""Filters that turn every warning into an error, except torch 2.13's own warning for TE up to 2.17."""
 
 CONFTEST = "from tests import simulator\nsimulator.install()\n"
 
@@ -36,7 +36,7 @@ def test_a_capture_leaves_main_grad_alone():
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_a_foreign_suite_passes_in_silence(tmp_path: Path, is_fixed: bool) -> None:
-    """Every warning is an error. Without the fixes, the suite fails."""
+    """The suite treats every warning as an error. Without the fixes, it fails."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_graphs.py").write_text(SUITE)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}

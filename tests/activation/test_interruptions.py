@@ -49,5 +49,5 @@ print(len(reached) > 200)
 
 
 def test_an_exception_at_each_statement_of_the_activation(tmp_path: Path) -> None:
-    """The report names the fixes whose code runs, and `deactivate` reverts them."""
+    """After each interruption, the report names the fixes whose code runs, and `deactivate` reverts them."""
     assert World(tmp_path).run(PROGRAM).splitlines()[-1] == "True"

@@ -1,4 +1,4 @@
-"""Test the parts and the length of messages, and the processes that print them."""
+"""Test the parts and the length of messages, and which processes print them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ os.write(1, f"rank {rank} {text}\\n".encode())
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """Return the command that starts a job on two ranks. The variable OF_RANK_1 sets other variables of rank 1."""
+    """Return a command that starts two ranks. The variable OF_RANK_1 contains environment variables for rank 1 only."""
     (tmp_path / "job.py").write_text(JOB)
     return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
 
@@ -143,7 +143,7 @@ measure(fail)
 
 
 def test_ten_thousand_ranks() -> None:
-    """torch's fake process group simulates the ranks. The program prints CPU seconds and megabytes of Python."""
+    """torch's fake process group simulates the ranks. The program prints its CPU seconds and Python memory in MB."""
     same, *error, different = simulate("-c", TEN_THOUSAND, imported=()).splitlines()
     for seconds, megabytes in (same.split(), different.split()):
         assert float(seconds) < 1  # 0.06 on an idle computer

@@ -38,7 +38,7 @@ def test_a_fix_brings_the_fixes_that_it_requires(version: str) -> None:
 
 
 def test_no_selection_of_fixes_is_an_error() -> None:
-    """A fix may also be named while a required fix is disabled. This is the user's selection, also in strict mode."""
+    """A user may select a fix and disable a fix that it requires. This is no error, not even in strict mode."""
     for fix_id in CATALOGUE:
         for required in CATALOGUE[fix_id].requires:
             found = decision("2.12.0", **{SWITCH: fix_id, DISABLE: required})

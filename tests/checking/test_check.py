@@ -74,7 +74,7 @@ LEFT_OUT = {
     "left out a parameter added afterwards": "parameters were added to it after its capture",
     CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
 }
-"""The reason for which the check leaves out the module of each training."""
+"""The reason why the check leaves out the module, by training."""
 
 
 def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
     ids=["programs", "others", "held parameters", "written tensors"],
 )
 def test_a_correct_training_is_equal_and_unchanged(chosen: list[str], number: int) -> None:
-    """The check leaves out no module without need, and ends after two steps."""
+    """The check compares every module that it can compare, and ends after two steps."""
     lines = trainings(*chosen)
     assert len(lines) == number
     for line in lines:
@@ -151,7 +151,7 @@ BUGS = {
 }
 """The case of `verify` for each bug that a check can find."""
 EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
-"""The options of a program in which a replay overwrites a ``.grad`` of an earlier microbatch in graph memory."""
+"""The options of a program in which a replay overwrites the ``.grad`` of an earlier microbatch."""
 
 
 def test_each_bug_is_named() -> None:
@@ -213,7 +213,7 @@ def loop(
     check: str = "2",
     fixes: str = "on",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that trains four layers. The arguments are lines for places in `LOOP`, and settings."""
+    """Run `LOOP`, which trains four layers, with lines inserted at named places, and with these settings."""
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
@@ -271,7 +271,7 @@ def test_ranks_with_different_fixes_are_an_error() -> None:
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
-    """Writers of checkpoints import TE, and would otherwise print at the end that no tensor was compared."""
+    """A process that writes checkpoints imports TE. It would otherwise print that nothing was compared."""
     program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
     done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
     assert done.returncode == 0, done.stderr
@@ -352,7 +352,7 @@ def capture(*args):
     return made
 te.make_graphed_callables = capture
 """
-"""Lines for `LOOP` that make its layers run other code in a capture, as layers of Megatron-Core do."""
+"""Lines for `LOOP` with layers that run other code in a capture, like layers of Megatron-Core."""
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def make_broken(callables, *args, **kwargs):
     return made
 graph._make_graphed_callables = make_broken
 """
-"""Lines for `LOOP` that make a graph double its outputs, a bug that no fix removes."""
+"""Lines for `LOOP` with a graph that doubles its outputs. No fix removes this bug."""
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ dist.destroy_process_group()  # The check is still in its last step.
 
 @pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
-    """Two ranks of torchrun under `run --check` print one report, through gloo."""
+    """Two ranks of torchrun under `run --check` exchange their results through gloo, and print one report."""
     job = tmp_path / "job.py"
     job.write_text(RANKS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]

@@ -1,4 +1,4 @@
-"""Test calls of `make_graphed_callables` as in frameworks, which their pull requests describe, on the simulator.
+"""Test on the simulator calls of `make_graphed_callables` that pull requests of frameworks describe.
 
 A program has two to four layers, and a graph for each of three microbatches in flight. A part of each layer is
 captured, and the rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
@@ -73,7 +73,7 @@ def main(shape: str, recipe: str) -> None:
             return [*grads, *(each.clone() for each in self.parameters())]
 
     class Tail(Layer):
-        """One graph runs the attention of a layer and the router of the next layer, which is not its submodule."""
+        """A graph runs the attention of a layer, and the router of the next layer, which is no submodule of it."""
 
         def build(self) -> None:
             self.head = te.LayerNormLinear(HIDDEN, HIDDEN, **options)
@@ -94,7 +94,7 @@ def main(shape: str, recipe: str) -> None:
             return residual + routed * scores.amax(-1, keepdim=True).to(x.dtype)
 
     class Experts(Layer):
-        """The parameters of experts are inputs of the graph, as in NeMo Automodel, because FSDP2 moves them."""
+        """The parameters of experts are inputs of the graph, because FSDP2 moves them (as in NeMo Automodel)."""
 
         def build(self) -> None:
             self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, **options)
@@ -120,7 +120,7 @@ def main(shape: str, recipe: str) -> None:
                 before.fill_(torch.nan)
 
     class Pages:
-        """Memory outside the graphs for the tensors that autograd saves, with a list of free pages on the device."""
+        """Memory outside the graphs for tensors saved by autograd, with a list of free pages on the device."""
 
         def __init__(self) -> None:
             self.memory = torch.zeros(PAGES, TOKENS, HIDDEN, **plain)
@@ -156,7 +156,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """A whole MoE layer is captured. All layers and microbatches share the pages with tensors for the backward."""
+        """A whole MoE layer is captured. All layers and microbatches share `Pages` for tensors of the backward."""
 
         pages: Any = None
 
@@ -176,7 +176,7 @@ def main(shape: str, recipe: str) -> None:
             self.pages.reset()
 
     class Sharded(Layer):
-        """The weights are gathered before each forward and each backward, into two buffers in turns."""
+        """The weights are gathered before each forward and each backward, alternately into two buffers."""
 
         shared: list[torch.Tensor] = []  # noqa: RUF012
         fused = "fused" in shape

@@ -1,4 +1,4 @@
-"""Test the conclusions and tables of `examples/megatron_*.py` with programs that only print Megatron's logs."""
+"""Test the conclusions and tables of `examples/megatron_*.py`. Programs that print Megatron's logs replace Megatron."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def example(runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: tuple[str, int]) -> None:
-    """Replace the run of each setting by a program that prints a text and ends with a status."""
+    """Replace the run of each setting with a program that prints a text and exits with a status."""
     settings = [*runs.SETTINGS, *runs.CHECKED]
     by_setting = dict(zip(settings, programs, strict=False))
 

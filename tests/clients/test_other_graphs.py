@@ -1,6 +1,7 @@
-"""Test that TE's modules are also correct in graphs that other code captures, with or without TE's graphs.
+"""Test that TE's modules are also correct in graphs captured by other code, with or without TE's own graphs.
 
-As a program, this module trains in each way that its arguments name, eagerly and in graphs. It prints the differences.
+Run as a program, this module trains eagerly and in graphs, in the ways named by its arguments. It prints the
+differences.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def main(ways: list[str]) -> None:
             self.training.see("dgrads", slot.x.grad)
 
         def beside(self) -> None:
-            """Run two microbatches of a projection in TE's own graph. It caches its weights and sets the skip flag."""
+            """Run two microbatches of a projection in TE's own graph, which caches weights and sets the skip flag."""
             if self.besides is None:
                 self.besides = module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)
                 if self.graphed:

@@ -1,6 +1,6 @@
 """Test other tools that patch TransformerEngine (TE) before or after this package. docs/how.md has a table of them.
 
-Each test changes a stand-in for TE in the way in which a framework changes TE.
+Each test changes a stand-in for TE as one of these tools changes TE.
 """
 
 from __future__ import annotations

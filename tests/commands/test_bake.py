@@ -62,18 +62,18 @@ def modules(tree: Path) -> dict[str, str | None]:
 
 
 def code(tree: Path) -> list[Any]:
-    """Return the code that Python would run for each module of a bake, from its bytecode or text; None without one."""
+    """Return the code that Python would run for each module of a bake, or None for a missing module."""
     paths = [tree / name for name in (ADDED, BASE, f"{PYTORCH}/quantization.py", GRAPH)]
     return [SourceFileLoader("m", str(path)).get_code("m") if path.exists() else None for path in paths]
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a TE with three bugs, in one module each. Its bytecode is used without a comparison with the texts.
+    """Return a TE with three bugs in three modules. Python uses its bytecode without checking the texts.
 
     A bake adds one module.
     """
-    for fix_id in [*reversed(CATALOGUE)]:  # the end of the test adds them again, in the sequence of the catalogue
+    for fix_id in [*reversed(CATALOGUE)]:  # the end of the test restores the catalogue in its order
         monkeypatch.delitem(CATALOGUE, fix_id)
     for fix_id, fix in FIXES.items():
         monkeypatch.setitem(CATALOGUE, fix_id, fix)
@@ -145,9 +145,9 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.chmod", "os.chown
 
 
 def in_child(work: Callable[[], int], at: int = 0, stop: int = 0) -> int:
-    """Call ``work`` in a fork, and stop it at one of its writes, counted from 1. Return how the fork ended.
+    """Call ``work`` in a fork, and stop the fork at write number ``at``, from 1. Return the fork's wait status.
 
-    ``stop`` is a signal, or ENOSPC for a disk that is full from this write on.
+    ``stop`` is a signal. ENOSPC instead simulates a disk that is full from this write on.
     """
     child = os.fork()
     if child:
@@ -180,9 +180,9 @@ def commands_for(tree: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("stop", [errno.ENOSPC, *bake.SIGNALS, signal.SIGKILL])
 def test_stopped_at_each_write(stop: int, small: Path, cli: Cli) -> None:
-    """A bake restores all. After a signal, an undo ends; after an error, the next one does.
+    """A stopped bake restores all modules. An undo completes despite a signal, and after an error with the next undo.
 
-    After SIGKILL, the first modules are baked, and the others unchanged. The next command, which is not killed, ends.
+    After SIGKILL, the first modules are baked and the others unchanged, until the next command finishes the work.
     """
     commands, before, original = commands_for(small), content(small), code(small)
     assert main(commands[0]) == 0
@@ -219,7 +219,7 @@ def test_a_bake_that_nohup_started(small: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
 @pytest.mark.parametrize(("lock", "unlock"), [("chattr +i", "chattr -i"), ("mount --bind {}", "umount")])
 def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, small: Path, cli: Cli) -> None:
-    """The error names it. A bake changes nothing, and an undo ends once the file can be replaced."""
+    """The error names the file. A bake changes nothing. An undo succeeds as soon as the file can be replaced."""
     before, base = content(small), small / BASE
     for option in ([], ["--undo"]):
         if subprocess.run([*lock.format(base).split(), base], capture_output=True, check=False).returncode:
@@ -309,7 +309,7 @@ COMMANDS = "status", "bake --check", "bake", "bake --undo", "bake --undo --force
 def test_a_baked_te_that_has_changed(
     change: Callable[[Path], None], statuses: str, said: str, small: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    """Each command fails and changes nothing, or succeeds. After an undo, TE is as it was, or as installed later."""
+    """Each command succeeds, or fails and changes nothing. An undo restores TE, unless TE was reinstalled."""
     assert cli("bake", "--source", small)[0] == 0
     change(small)
     for command, wanted in zip(COMMANDS, statuses, strict=True):
@@ -356,7 +356,7 @@ def test_a_source_that_is_not_recognized_fails_the_build(small: Path, tmp_path: 
 
 
 def test_a_bake_of_another_version_is_replaced(small: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the bake that replaces it is killed, the next bake or undo ends it."""
+    """If the new bake is killed, the next bake or undo finishes the work."""
     commands, before = commands_for(small), content(small)
     for at in itertools.count(1, 2):
         with monkeypatch.context() as other:
@@ -397,7 +397,7 @@ def test_settings_do_not_change_a_bake(
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The variables `SWITCH` and `DISABLE` had other values at the bake. A conflict is a warning, or an error."""
+    """`SWITCH` and `DISABLE` had other values when TE was baked. A conflict is a warning or an error."""
 
     def run(settings: tuple[str, str], *command: str) -> tuple[int, str]:
         for name, value in zip((SWITCH, DISABLE), settings, strict=True):
@@ -425,7 +425,7 @@ def test_the_package_in_a_zip_makes_the_same_changes(tmp_path: Path, cli: Cli) -
 
 
 def test_a_te_in_the_current_folder_is_ignored(tmp_path: Path) -> None:
-    """Unless PYTHONPATH names the folder. An empty entry names none."""
+    """It is found only if PYTHONPATH names the folder. An empty entry does not name it."""
     tree, here = copy_of(source("2.12.0"), tmp_path / "tree"), tmp_path / "here"
     (here / "transformer_engine" / "pytorch").mkdir(parents=True)
     for name in ("", "pytorch"):

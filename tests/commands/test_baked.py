@@ -37,7 +37,7 @@ NONSENSE = {f"TE_GRAPH_FIXES_{name}": "nonsense" for name in ("DISABLE", "STRICT
 
 @pytest.mark.parametrize("variables", [{"TE_GRAPH_FIXES": "off", **NONSENSE}, {}], ids=["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, variables: dict[str, str]) -> None:
-    """With the fixes off, no variable is an error."""
+    """No variable raises an error if the fixes are turned off."""
     done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), **variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
@@ -122,7 +122,7 @@ REPLACED = "graph.make_graphed_callables.__code__ = (lambda *args: None).__code_
 
 
 def test_what_runs_is_compared_with_the_files(tmp_path: Path) -> None:
-    """The bake may come after the import, the bytecode may be old, and another package may replace functions."""
+    """TE may be baked after its import, bytecode may be old, and another package may replace functions."""
     tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), str(tmp_path / "prefix")
     graph, mode = tree / "transformer_engine/pytorch/graph.py", "py_compile.PycInvalidationMode.UNCHECKED_HASH"
     program = f"import py_compile; py_compile.compile({str(graph)!r}, invalidation_mode={mode})"

@@ -96,7 +96,7 @@ def test_a_fix_is_explained(fix: str, cli: Cli) -> None:
 
 
 def test_an_explanation_is_for_users() -> None:
-    """An explanation has no reStructuredText and no paths of a checkout. It contains the patch, not a diff."""
+    """An explanation contains the patch instead of a diff, but no reStructuredText and no paths of a checkout."""
     for fix in CATALOGUE.values():
         text = "\n".join(texts.explain(fix))
         account, _, patch = text.partition("\nThe patch, with TE's own lines:\n\n")
@@ -312,7 +312,7 @@ def test_the_usage_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("start", [["-m", "te_graph_fixes"], ["-mte_graph_fixes"], ["te-graph-fixes"]])
 def test_a_command_applies_no_fixes(start: list[str], tmp_path: Path) -> None:
-    """An invalid setting is therefore an error without a traceback, and commands that need no settings work."""
+    """So an invalid setting is an error without a traceback, and commands that read no settings still work."""
     if start == ["te-graph-fixes"]:
         start = [str(tmp_path / "te-graph-fixes")]
         Path(*start).write_text("import sys\nfrom te_graph_fixes.__main__ import main\nsys.exit(main())\n")

@@ -27,7 +27,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with a stand-in for TE in ``site``, which lacks the functions that the fixes search for."""
+    """Return a folder with a stand-in for TE in ``site``. The stand-in lacks all functions that fixes search for."""
     for name in ("transformer_engine", "transformer_engine/pytorch"):
         script(tmp_path / "site" / name / "__init__.py", "")
     return tmp_path
@@ -41,7 +41,7 @@ def run(folder: Path) -> Run:
 
 
 def first(folder: Path, *paths: str | Path) -> str:
-    """Return the value of PYTHONPATH, with ``paths`` before the folder of TE."""
+    """Return a value of PYTHONPATH, with ``paths`` before the folder of TE."""
     return os.pathsep.join(map(str, [*paths, folder / "site"]))
 
 
@@ -281,7 +281,7 @@ def test_print_env_of_a_check(run: Run, folder: Path, option: str, value: str) -
 
 
 def test_a_check_that_cannot_start_stops_no_job_without_fixes(run: Run) -> None:
-    """The check needs wrapt, and modules of TE that the stand-in lacks."""
+    """The check needs wrapt, and modules that the stand-in for TE lacks."""
     without_wrapt = f"import sys; sys.modules['wrapt'] = None; {STATE}"
     for code, reason in (
         (STATE, "check: This TransformerEngine cannot be"),
@@ -325,7 +325,7 @@ def test_what_cannot_be_started(run: Run, command: str, status: int, message: st
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:
-    """A program runs until it imports TE. Every import of TE then raises, unless the fixes are off."""
+    """A program runs until it imports TE. Each import of TE raises an error, unless the fixes are turned off."""
     script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
     code = """
 print("works")

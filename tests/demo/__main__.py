@@ -1,8 +1,8 @@
 """``python -m tests.demo``: train a small model with the newest TransformerEngine (TE) in three ways, and compare them.
 
-The model is trained with graphs off, with TE's graphs, and with TE's graphs and the fixes, by TE's own code on the CPU
-simulator. The exit status is 0 if TE's graphs are wrong, and every loss, output and gradient with the fixes is
-bit-identical to graphs off. Otherwise it is 1.
+TE's own code trains the model on the CPU simulator: without graphs, with TE's graphs, and with TE's graphs and the
+fixes. The exit status is 0 if TE's graphs are wrong, but every loss, output and gradient with the fixes is
+bit-identical to training without graphs. Otherwise it is 1.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _norm(tensors: list[torch.Tensor]) -> float:
 
 
 def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Return the norm of the difference, divided by the norm of the wanted tensors."""
+    """Return the relative error: the norm of the difference, divided by the norm of ``wanted``."""
     return _norm([a.double() - b.double() for a, b in zip(found, wanted, strict=True)]) / _norm(wanted)
 
 

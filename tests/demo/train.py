@@ -30,7 +30,7 @@ RATE = 1.0
 
 
 def train(graphs: bool, count: int) -> list[dict[str, Any]]:
-    """Return the loss, the outputs and the gradients of each step."""
+    """Train for ``count`` steps, and return the loss, the outputs and the gradients of each step."""
     use(PROGRAM)
     training = Training(graphs)
     torch.manual_seed(0)  # as the driver draws them: an input, and its target

@@ -1,6 +1,6 @@
 """Test the verdicts and edits of every fix on the sources of every published TransformerEngine (TE).
 
-Nothing is imported from TE. What is fetched, and where it is kept, is in `tests.support.published`.
+The tests import nothing from TE. `tests.support.published` fetches the sources.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tests.support.child import Cli
 from tests.support.published import VERSIONS, examined, needed, source
 
 LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
-"""The first versions with a feature, where some of those that are covered do not have it."""
+"""The first version of TE with the feature of a fix, if older covered versions lack the feature."""
 
 LAYOUTS = ("2.12.0", VERSIONS[-1])
-"""Versions with other layouts of the source, for what takes a while."""
+"""Two versions with different layouts of the source, for slow tests."""
 
 
 def wanted(fix: Fix, version: str) -> Verdict | None:
@@ -49,7 +49,7 @@ def words(found: Mapping[str, Assessment]) -> dict[str, str]:
 
 
 def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPatch]:
-    """Compile the functions that fixes change. They must read no name that is undefined, and need no other closure."""
+    """Compile and return the changed functions. Fail if one reads an undefined name or needs another closure."""
     patches = compile_patches(tree, changes, patched(tree, changes))
     for patch in patches:
         module = tree.module(patch.module)

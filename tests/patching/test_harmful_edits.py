@@ -1,7 +1,7 @@
 """Test that an edit of TransformerEngine (TE) that keeps a bug, or reverts part of its fix, never hides the bug.
 
-The edits are those of cherry-picks: an edit left out, a condition turned round, upstream's correction in part. What a
-fix says then is ``applicable`` or ``unrecognized``, never that all is well.
+The edits are like mistakes in cherry-picks: an omitted edit, an inverted condition, or a part of the upstream fix. The
+verdict must be ``applicable`` or ``unrecognized``, never ``not-needed``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: st
 
 
 def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
-    """Yield fix, module and statement of each part of the upstream fixes in the newest TE."""
+    """Yield (fix, module, statement) for each statement of the upstream fixes in the newest TE."""
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():
@@ -69,7 +69,7 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
 
 
 def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
-    """Return the innermost statement that a node is in."""
+    """Return the innermost statement that contains a node."""
     start, end = module.span(node)
     statements = [(module.span(part), part) for part in ast.walk(module.tree) if isinstance(part, ast.stmt)]
     around = [part for (first, last), part in statements if first <= start and end <= last]
@@ -105,7 +105,7 @@ IN_PART = [
         "\n    def begin_anew(self):\n        self.is_first_microbatch = True\n",
     ),
 ]
-"""Upstream's corrections in part: text in the place of what a pattern matches."""
+"""Edits that leave only a part of an upstream fix: fix, module, pattern, and the text that replaces the match."""
 
 
 @pytest.mark.parametrize(("fix_id", "module", "pattern", "text"), IN_PART)

@@ -1,6 +1,6 @@
-"""Test that a harmless edit of TransformerEngine (TE), as vendors make them, disables no fix.
+"""Test that harmless edits of TransformerEngine (TE), like the edits of vendors, disable no fix.
 
-Each edit is made everywhere in the modules that the fixes change. The verdicts must stay the same.
+Each kind of edit is applied everywhere in the modules that the fixes change. The verdicts must not change.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from te_graph_fixes.patching.source import ModuleSource, Source, first_line
 from tests.support.published import VERSIONS, examined
 
 Kind: TypeAlias = "Callable[[ModuleSource], str]"
-"""The text of a module after an edit."""
+"""A function that returns the text of a module after an edit."""
 Insertions: TypeAlias = "Iterator[tuple[int, str]]"
-"""Character offsets, and what is put there. Each text has the word ``harmless``, which is not in TE."""
+"""Pairs of a character offset and a text to insert. Each text contains ``harmless``, a word that TE lacks."""
 
 
 def functions(module: ModuleSource) -> list[ast.FunctionDef]:
@@ -37,7 +37,7 @@ def bodies(module: ModuleSource) -> Iterator[list[ast.stmt]]:
 
 
 def logs(module: ModuleSource) -> Insertions:
-    """Return a line of a log at the start of every function."""
+    """Yield edits that add a line of logging at the start of every function."""
     for node in functions(module):
         start = [part for part in node.body if not isinstance(part, ast.Expr) or part is not node.body[0]]
         if start and is_alone(module, start[0]) and start[0].lineno > node.lineno:
@@ -45,7 +45,7 @@ def logs(module: ModuleSource) -> Insertions:
 
 
 def nvtx_ranges(module: ModuleSource) -> Insertions:
-    """Return a range of a profiler around everything that is captured, and each replay."""
+    """Yield edits that add a profiler's range around each capture and each replay."""
     for node in captures_and_replays(module):
         indent, end = " " * node.col_offset, (node.end_lineno or 0) + 1
         yield module.starts[node.lineno], f"{indent}torch.cuda.nvtx.range_push('harmless line')\n"
@@ -87,7 +87,7 @@ def at_line_ends(module: ModuleSource) -> Insertions:
 
 
 def parameters(module: ModuleSource) -> Insertions:
-    """Yield an edit that adds a parameter with a default. Calls pass it by name if they pass others by name."""
+    """Yield edits that add a parameter with a default. Calls with other keyword arguments pass the parameter too."""
     for node in functions(module):
         given = node.args
         parts = [*given.args, *given.defaults, given.vararg, *given.kwonlyargs, *given.kw_defaults]
@@ -96,7 +96,7 @@ def parameters(module: ModuleSource) -> Insertions:
 
 
 def streams(module: ModuleSource) -> Insertions:
-    """Return a stream for everything that is captured."""
+    """Yield edits that pass a stream to each capture."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_graph_context_wrapper":
             yield module.span([*node.args, *node.keywords][-1])[1], ", stream=harmless"
@@ -124,7 +124,7 @@ def inserted(*kinds: Callable[[ModuleSource], Insertions]) -> Kind:
 
 
 def reformatted(module: ModuleSource) -> str:
-    """Return the module without comments, in other lines, and its functions behind everything else."""
+    """Return the module without comments, with other line breaks, and with its functions at the end."""
     body = sorted(module.tree.body, key=lambda node: isinstance(node, ast.FunctionDef) and not node.decorator_list)
     return ast.unparse(ast.Module(body, []))
 

@@ -1,4 +1,4 @@
-"""Test the installation on a stand-in package: every kind of function is fixed in place, and reverted."""
+"""Test on a stand-in package that every kind of function is fixed in place and reverted."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class StandIn:
         self.module: ModuleType = importlib.import_module(CODE)
 
     def edit(self, qualname: str, old: str, new: str) -> Assessment:
-        """Return a verdict that puts ``new`` in the place of the one ``old`` in a function, with its indent."""
+        """Return a verdict that replaces the only ``old`` of a function with ``new``, at the same indent."""
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
     def insert(self, qualname: str, below: str, text: str) -> Assessment:
-        """Return a verdict that puts lines above the one statement ``below`` of a function."""
+        """Return a verdict that inserts ``text`` above the only statement ``below`` of a function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
         return change([edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Assessment:
-        """Return a verdict that adds a definition below the definition ``after``."""
+        """Return a verdict that adds the definition ``text`` below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]
@@ -401,7 +401,7 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
 
 
 def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[..., StandIn]) -> None:
-    """Its text runs again if it differs. A package that is imported again gets a new module."""
+    """The text of the module runs again only if it differs. If its package is imported again, it is a new module."""
     package = standin("def run():\n    return 1\n")
     first, second = (f"held = [*globals().get('held', ()), {number}]\n" for number in (1, 2))
     added = []

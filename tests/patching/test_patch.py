@@ -1,4 +1,4 @@
-"""Test semantic patches: their edits, and their errors."""
+"""Test the edits and the errors of semantic patches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODE = f"{PACKAGE}.code"
 
 
 def source_of(text: str, version: str | None = None) -> Source:
-    """Return a TE of one module."""
+    """Return a TE that consists of one module with this ``text``."""
     source = Source("nowhere", version)
     source._modules[CODE] = ModuleSource(CODE, "code.py", text)
     return source
@@ -38,7 +38,7 @@ def change_of(edits: list[Edit]) -> Assessment:
 
 
 def applied(text: str, *patches: str) -> str:
-    """Return the text with the edits of patches that know nothing of each other."""
+    """Return the text with the edits of independent patches."""
     source = source_of(text)
     changes = {str(number): change_of(edits(source, patch)) for number, patch in enumerate(patches)}
     return patched(source, changes)[CODE][1]
@@ -48,7 +48,7 @@ def hunk(change: str, notes: str = "") -> str:
     return f"@@ code.py run{notes}\n{change.rstrip()}\n"
 
 
-# Marked lines: a mark, an indent and a statement. Every statement has a name of its own.
+# A marked line consists of a mark, an indent and a statement. All statements have different names.
 
 Marked = tuple[str, int, str]
 EXPRESSIONS = st.recursive(
@@ -70,7 +70,7 @@ HEADS = st.builds(
 
 @st.composite
 def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked]:
-    """Return the lines of a block that keeps its first statement and its last."""
+    """Draw the marked lines of a block. The first and the last statement of the block are unchanged."""
     lines: list[Marked] = [(" ", depth, f"t{next(names)} = {draw(EXPRESSIONS)}")]
     kinds = ["keep", "insert", "delete", "change", "other"] + ["block", "new head", "new block"] * (depth < 2)
     for kind in draw(st.lists(st.sampled_from(kinds), max_size=5)):
@@ -95,7 +95,7 @@ def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked
 
 
 def written(lines: list[Marked], marks: str, comments: bool = False) -> str:
-    """Return the statements with one of the marks; those that stay may have comments, which no patch knows of."""
+    """Return the lines with one of the ``marks`` as text. ``comments`` adds comments to unchanged lines."""
     return "".join(
         f"{'    ' * indent}{text}{'  # a (comment' if comments and mark == ' ' else ''}\n"
         for mark, indent, text in lines
@@ -113,7 +113,7 @@ def test_a_patch_makes_the_text_of_its_other_side(data: st.DataObject) -> None:
         assert edits(source_of(before), patch) == []
         return
     assert applied(before, patch) == after
-    if "+" in {mark for mark, *_ in lines}:  # it does not edit its own result again
+    if "+" in {mark for mark, *_ in lines}:  # the patch must not edit its own result again
         with pytest.raises(UnrecognizedError):
             edits(source_of(after), patch)
 

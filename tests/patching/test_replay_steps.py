@@ -1,4 +1,4 @@
-"""The declared order of the steps of a replay, and the fixes that add them."""
+"""Test that the fixes add exactly the declared steps of a replay."""
 
 from __future__ import annotations
 

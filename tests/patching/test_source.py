@@ -1,4 +1,4 @@
-"""TransformerEngine's (TE's) source: versions, definitions, patterns, edits."""
+"""Test how TransformerEngine's (TE's) source is read: its version, definitions, matches of patterns, and edits."""
 
 from __future__ import annotations
 

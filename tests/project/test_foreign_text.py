@@ -32,7 +32,7 @@ def texts_of_te() -> set[str]:
 
 
 def copied(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Return the files that contain runs of TE's lines, with the first line of each run; {} if there are none."""
+    """Return, by file, the first line of each run of more than five lines of TE; {} if there are none."""
     ours: dict[tuple[str, ...], list[str]] = {}
     for name, text in texts.items():
         for run in runs(text):

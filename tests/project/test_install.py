@@ -38,7 +38,7 @@ def test_every_command_exists(name: str) -> None:
 
 
 def test_images_shows_the_figures_of_nemo_26_04() -> None:
-    """The TE of this container is a build of 2.14.0. The test reads PyPI's 2.14.0 instead."""
+    """The container's TE is a build of 2.14.0. The test reads the release 2.14.0 from PyPI instead."""
     page = (DOCS / "images.md").read_text()
     verdicts = needed("2.14.0")
     modules = {name for verdict in verdicts.values() for name in verdict.targets}
@@ -73,7 +73,7 @@ print(*map(os.environ.get, names), checked, "te_graph_fixes" in sys.modules, *sy
     "script", SCRIPTS, ids=["check", "training", "check in a container", "training in a container"]
 )
 def test_a_slurm_script(script: str, tmp_path: Path) -> None:
-    """The script runs with stand-ins for Slurm, pyxis and TE. Two ranks get the variables and the fixes."""
+    """With stand-ins for Slurm, pyxis and TE, two ranks of the script get the variables and the fixes."""
     path = f"{tmp_path / 'site'}:{ROOT}"
     files = {
         "bin/srun": SRUN.format(python=sys.executable, path=path),

@@ -92,7 +92,7 @@ HERE = sorted({command for page in COMMANDED for command in commands(page)} - se
 
 @pytest.mark.parametrize("command", HERE)
 def test_a_command_runs(command: str) -> None:
-    """``tox`` must have the environment, and pytest the tests. Other commands run, on TransformerEngine 2.14.0."""
+    """The environments and tests of ``tox`` and pytest must exist. Other commands run, on TransformerEngine 2.14.0."""
     program, *arguments = shlex.split(
         re.sub(r"\.tox/te-sources/([\d.]+)", lambda found: str(source(found[1])), command)
     )
@@ -142,7 +142,7 @@ def test_readme_answers_the_first_questions() -> None:
 
 
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
-    """They run outside the checkout, with a Python that has only wrapt, packaging and TransformerEngine."""
+    """The commands run outside of the checkout. Their Python has only wrapt, packaging and TransformerEngine."""
     for arguments in (
         ["status"],
         ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
@@ -292,7 +292,7 @@ def test_readme_shows_the_output_of_status() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
 def test_a_page_shows_the_line_of_run(page: Path) -> None:
-    """The words of the line are tested in tests/activation/test_messages.py."""
+    """tests/activation/test_messages.py tests the words of the line."""
     applied = len(needed("2.12.0"))
     line = (
         rf"te-graph-fixes: host=\S+ rank=\d+ te=2.12.0 package={NEXT} mode=memory applied={applied} missing=0 digest="

@@ -27,7 +27,7 @@ from tools.tables import urls
 pytest.importorskip("build")
 ROOT = Path(__file__).parents[2]
 NAME = f"te_graph_fixes-{NEXT}.dev0"
-"""The name of a build without git, as from a copy."""
+"""The name of a build from a copy without git."""
 
 
 def tracked(*folders: str) -> list[str]:
@@ -176,7 +176,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
-    """The environment is like a container without network: it has a folder of wheels, and an installed TE."""
+    """The environment is like a container without a network: it has a folder of wheels and an installed TE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True

@@ -21,7 +21,7 @@ REPORTS = ROOT / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}
 SHOWN_FROM = {"stale-fp8-weights": 14}
-"""The minor version of TE from which a test fails: before, the reset after the warmup hides the bug."""
+"""The minor version of TE from which a test fails. In older versions, the reset after the warmup hides the bug."""
 
 
 def run_test(fix: str, only: str, te: TriedTE) -> subprocess.CompletedProcess[str]:
