@@ -93,7 +93,7 @@ def test_a_rank_with_other_settings(torchrun: list[str], other: str, difference:
     found = start(*torchrun, OF_RANK_2=other, GROUP="1")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
-    assert len(lines) == 2, lines  # rank 0 is not in the group, in which rank 2 is the second
+    assert len(lines) == 2, lines  # the group consists of ranks 1 and 2
     assert all(re.search(rf"  rank 2: host=.*{difference}", line[6:]) for line in lines), lines
 
 

@@ -166,7 +166,7 @@ def in_child(work: Callable[[], int], at: int = 0, stop: int = 0) -> int:
             os.kill(os.getpid(), stop)
 
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell that started the tests may ignore both
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell of the tests may ignore both signals
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         sys.addaudithook(hook)
         status = work()

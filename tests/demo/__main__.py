@@ -61,7 +61,7 @@ def _train(name: str, way: str, switch: str, te: Path) -> Steps:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(te), str(ROOT)]),
         "TE_GRAPH_FIXES": switch,
-        "TE_GRAPH_FIXES_VERBOSE": "0",  # the progress bar stays in one line
+        "TE_GRAPH_FIXES_VERBOSE": "0",  # keeps the progress bar in one line
     }
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         command = [sys.executable, "-m", "tests.simulator", "-m", "tests.demo.train", way, str(STEPS), file.name]

@@ -376,7 +376,7 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "autocasts": lambda r, p: r.choice(("each", "nested")),
     "hooks": lambda r, p: r.choice(("adds", "takes", "doubles")),
     "input_grads": lambda r, p: False,
-    "sends": lambda r, p: (1, 2, 3, 4),  # all chunks
+    "sends": lambda r, p: (1, 2, 3, 4),  # every chunk sends its input grads
     "checkpoints": lambda r, p: ("te",) * len(p.modules),
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }

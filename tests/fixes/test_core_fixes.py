@@ -62,7 +62,7 @@ def test_without_the_fixes_the_steps_are_wrong_that_are_on_an_h200(tried_te: TE)
     assert {name: steps for name, steps in found.items() if steps} == wanted
     for name in wanted:
         norms = without[name]["measures"]["wgrad_norm"]
-        if WARMUP in tried_te.needed:  # the last of three microbatches, the only one that counts, is the largest
+        if WARMUP in tried_te.needed:  # only the last microbatch counts, and it is the largest
             assert all(0.55 < norm < 0.7 for norm in norms)
         else:
             assert norms == [1.0] * 3

@@ -550,7 +550,7 @@ print(number, len({*texts}))
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
     """The support module's text may change meanwhile. Captures without active fixes have no contract."""
     number, texts = map(int, run_program(ACTIVATIONS.replace("CHANGED", changed)).split())
-    assert number == 9 + 6  # the first capture of each sequence, and the second, unless it was deactivated before
+    assert number == 9 + 6  # 9 first captures, and 6 second captures without a deactivation before them
     assert (texts > 9) == bool(changed)
 
 

@@ -116,7 +116,7 @@ def test_versions_of_commits_differ(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     dist = build(checkout)
-    assert version_of(checkout) == f"{NEXT}.dev0"  # from the build's output
+    assert version_of(checkout) == f"{NEXT}.dev0"  # the version comes from the output of the build
     shutil.rmtree(dist)
     git("init", "--quiet", "--initial-branch=main", folder=checkout)
     git("add", "--all", folder=checkout)

@@ -70,7 +70,7 @@ def verify(gpu: str, *arguments: str) -> dict[str, Any]:
 def test_verify_on_blackwell() -> None:
     found = verify("blackwell", "linear-mxfp8", "failed-capture")
     assert found["skipped"] == {}
-    assert found["cases"][0]["verdict"] == "fixed"  # failed-capture
+    assert found["cases"][0]["verdict"] == "fixed"  # the case failed-capture
 
 
 @pytest.mark.full

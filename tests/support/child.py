@@ -63,7 +63,7 @@ def _forks() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forks"],
         cwd=ROOT,
-        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # the rest of its path is the same in every child
+        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # the rest of the path is equal in all children
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

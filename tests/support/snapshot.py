@@ -29,7 +29,7 @@ def snapshot(*roots: Any) -> dict[str, Any]:
         if id(value) not in seen:
             seen[id(value)] = value
             pending += [(f"{path}{name}", part) for name, part in _parts(value)]
-    found["alive"] = [*seen.values()]  # so that no id is used again
+    found["alive"] = [*seen.values()]  # keeps all objects alive, so that no id is used again
     return found
 
 

@@ -177,7 +177,7 @@ def check_fp4_rounds_ties_to_even() -> None:
 
 
 def check_stochastic_rounding_takes_either_neighbour_and_keeps_the_mean() -> None:
-    x = torch.full((256, 256), 6.0, dtype=torch.bfloat16)  # so that all scales are 1
+    x = torch.full((256, 256), 6.0, dtype=torch.bfloat16)  # with these values, all scales are 1
     for column, value in enumerate((0.125, 1.125, 2.25, 3.5, 4.5, -5.0, -0.75, 3.0), start=1):
         x[:, column::16] = value
     for options in ({}, {"with_2d_quantization": True}):
@@ -399,7 +399,7 @@ def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
     tex.quantize(gpu(128, 256, seed=2), square, weight, torch.ones(1))
     assert contents(weight) == before
     grad = tex.quantize(gpu(64, 128, seed=3), lines)
-    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # by TE's Python
+    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # runs TE's Python
     close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
     close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
     close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)

@@ -63,7 +63,7 @@ def te_general_grouped_gemm(
             out = D[index]
         gelu_in = pre_gelu_out[index] if pre_gelu_out[index].numel() else None
         its_bias = bias[index] if bias[index].numel() else None
-        if not left.operand.data.numel() or not right.operand.data.numel():  # no tokens: no scales either
+        if not left.operand.data.numel() or not right.operand.data.numel():  # without tokens, there are no scales
             if not accumulate:
                 out.zero_()
             if grad and its_bias is not None:

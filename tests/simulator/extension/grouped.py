@@ -132,7 +132,7 @@ class _Side(NamedTuple):
     columns: int
 
     def groups(self, first_dims):
-        """Yield each group, or None if it has no rows."""
+        """Yield each group as a part or operand, or None for a group without rows."""
         at = scale_at = 0
         for number, rows in enumerate(_numbers(first_dims)):
             if not is_block_scaled(self.quantizer):

@@ -126,7 +126,7 @@ def replace_data(t: Training, number: int = 0) -> None:
 @event
 def replace_fp8_data(t: Training) -> None:
     weight = t.layers[0].weight
-    weight._data = torch.full_like(weight._data, 56)  # 1.0
+    weight._data = torch.full_like(weight._data, 56)  # the code of 1.0
 
 
 @event

@@ -116,7 +116,7 @@ class Training(Captured):
     def begin(self, eager: bool = False) -> None:
         """Mark first microbatches, and run the second model, if any."""
         self.mark_first()
-        if program.first == "cached":  # another model, before this one
+        if program.first == "cached":  # another model runs before this one
             extra = self.extra if self.graphed and not eager else self.extra_forward
             for microbatch in range(2):
                 with autocast(self.recipe):
@@ -128,7 +128,7 @@ class Training(Captured):
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
         if program.fit:
-            torch.manual_seed(0)  # the inputs and targets of every step
+            torch.manual_seed(0)  # so all steps have the same inputs and targets
         order = program.order or (1, -1) * self.microbatches
         sends = Sends(order)
         for position, entry in enumerate(order):
@@ -138,7 +138,7 @@ class Training(Captured):
             layers = self.chunk(chunk)
             if entry > 0:
                 sizes = (1.0, 1.0) if program.fit else (len(self.seen) / 4 + 1, 0.01)
-                x, output_grad = map(random, sizes)  # with ``fit``, the target
+                x, output_grad = map(random, sizes)  # with ``fit``, `output_grad` is the target
                 if program.strided:
                     x, output_grad = (tensor.t().contiguous().t() for tensor in (x, output_grad))
                 if program.same_input:
@@ -225,7 +225,7 @@ class Training(Captured):
             if hasattr(parameter, "quantize_"):
                 from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
 
-                with mock.patch("torch.distributed.all_reduce"):  # one rank
+                with mock.patch("torch.distributed.all_reduce"):  # this program has only one rank
                     cast_master_weights_to_fp8([parameter], [self.master[parameter].view(-1)], [0], None)
             else:
                 parameter.copy_(self.master[parameter])
@@ -251,7 +251,7 @@ class Training(Captured):
         """Record the state that later steps and checkpoints use, and the state of the process."""
         self.see("parameters", *(parameter.dequantize() for parameter in self.parameters))
         if self.recipe != "bf16" and any(name.endswith("outputs") for name in self.seen):
-            for layer in self.layers:  # a capture creates FP8 state, eager training only in its first forward
+            for layer in self.layers:  # unlike a capture, eager training creates FP8 state only in its first forward
                 self.see("FP8 state", *fp8_state(layer))
         self.see("RNG state", torch.cuda.get_rng_state())
         if program.tracker:
