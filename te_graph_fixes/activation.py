@@ -74,7 +74,7 @@ class _Activation:
         self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
 
     def _renew_lock(self) -> None:
-        """Create the lock. In a forked child, another thread of the parent may hold the old one for ever."""
+        """Create the lock. In a forked child, another thread of the parent may hold the old lock forever."""
         self._lock = threading.RLock()
 
     def activate(
@@ -268,7 +268,7 @@ class _Activation:
             return replace(report, mode=self._mode(report), digest=state_digest(report, manifest, texts))
 
     def _mode(self, report: Report) -> str:
-        """Return the `Report.mode` of a report that lacks it."""
+        """Return the mode (`Report.mode`) of a new report."""
         statuses = {fix.status for fix in report.fixes.values()}
         if report.active:
             return "memory" if Status.APPLIED in statuses else "baked"
@@ -279,7 +279,7 @@ class _Activation:
         return "pending" if Status.PENDING in statuses else "memory"
 
     def _status_of(self, fix_id: str, missing: str) -> tuple[Status, str]:
-        """Return the status of a fix and the reason. ``missing`` is the reason if there is no TE."""
+        """Return the status of a fix and the reason. ``missing`` is the reason to report without a TE."""
         if self._settings is None:
             if fix_id in self._reverted:
                 return Status.REVERTED, "reverted by deactivate()"
@@ -330,7 +330,7 @@ def loaded(name: str) -> bool:
 
 
 def _captured_graphs() -> int:
-    """Count the graphs that TE has captured. TE defines a subclass of `torch.autograd.Function` for each graph."""
+    """Return the number of graphs that TE has captured. TE defines a subclass of `Function` for each graph."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
     return sum(function_class.__module__ == f"{PACKAGE}.graph" for function_class in classes)
@@ -341,7 +341,7 @@ def _copies_of_graphs() -> tuple[str, ...]:
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)
-        own = object.__getattribute__(module, "__dict__") if is_module else {}  # loads nothing
+        own = object.__getattribute__(module, "__dict__") if is_module else {}  # imports nothing
         if name != f"{PACKAGE}.graph" and getattr(own.get(_COPIED), "__module__", None) == name:
             copies.append(name)
     return tuple(sorted(copies))

@@ -97,7 +97,7 @@ def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any
 
 
 def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the fixes of each group of equal ranks, and how its active fixes differ from the first group's."""
+    """Return an error text: the fixes of each group of equal ranks, and their differences from the first group."""
     usual = {*details[0]["active"]}
     lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
     for same, found in zip(ranks, details, strict=False):

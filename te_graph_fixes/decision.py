@@ -38,7 +38,7 @@ class Reading:
 
 
 def read(source: Source) -> Reading:
-    """Assess a TE. If it is baked, take the verdicts from its manifest; else match every fix.
+    """Return the verdicts on a TE: from the manifest of a baked TE, else by matching every fix with the source.
 
     A fix that the bake disabled is applicable, because TE has its bug.
     """

@@ -125,7 +125,7 @@ class Manifest:
 
 
 def read_manifest(source: Source) -> Manifest | None:
-    """Read the manifest of a TE; None if there is none. Raise `ManifestError` unless the bake is intact."""
+    """Return the manifest of a TE, or None if TE is not baked. Raise `ManifestError` unless the bake is intact."""
     manifest = Manifest.read(Path(source.location))
     if manifest and len(baked := manifest.baked(source)) < len(manifest.files):
         problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
@@ -135,7 +135,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def installed_manifest() -> Manifest | None:
-    """Read the manifest of the installed TE; None without TE or manifest, or if files have changed since the bake."""
+    """Return the manifest of the installed TE; None without TE or manifest, or if files changed after the bake."""
     with contextlib.suppress(TENotFoundError, ManifestError):
         return read_manifest(Source.installed())
     return None

@@ -54,9 +54,9 @@ class Settings:
         strict: bool | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Settings:
-        """Read the environment variables. An argument that is not None replaces its variable.
+        """Return the settings from the environment variables. An argument that is not None replaces its variable.
 
-        Raises ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, the other
+        Raise ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, the other
         variables are ignored, because turning the fixes off must always work.
         """
         selected = _selected(environ) if only is None else fix_ids(only, "only")

@@ -19,7 +19,7 @@ class _Word(str, Enum):
 
 
 class Verdict(_Word):
-    """What the source of a TransformerEngine implies for a fix."""
+    """The conclusion for a fix from the source of a TransformerEngine."""
 
     APPLICABLE = "applicable"
     """TransformerEngine has the bug, and the fix can be applied."""
@@ -32,7 +32,7 @@ class Verdict(_Word):
 
 
 class Status(_Word):
-    """What became of a fix in this process, or becomes of it when TransformerEngine is imported (``pending``)."""
+    """The status of a fix in this process. It is ``pending`` until TransformerEngine is imported."""
 
     PENDING = "pending"
     APPLIED = "applied"

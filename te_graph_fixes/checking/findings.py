@@ -66,7 +66,7 @@ class Check:
         self.mismatches: list[str] = []
         self.references: list[Any] = []
         self.lifetimes = Lifetimes(self.compare)
-        self.numbers = itertools.count()  # of callables
+        self.numbers = itertools.count()  # the numbers of callables
         self.step, self.finished, self._options = 1, False, options
         self._called: dict[Any, Any] = {}
         """For each reference called in this step, the state of its parameters; None after an optimizer's step."""

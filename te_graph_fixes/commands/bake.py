@@ -90,7 +90,7 @@ def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _lock_holder(folder: int) -> str:
-    """Name the process that has locked an open folder. It is unknown if it runs on another host."""
+    """Return the name of the process that has locked an open folder. A process on another host is unknown."""
     with contextlib.suppress(OSError):
         lock = rf" FLOCK .* (\d+) \S+:{os.fstat(folder).st_ino} "
         if found := re.search(lock, Path("/proc/locks").read_text()):

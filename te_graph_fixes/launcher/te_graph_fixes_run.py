@@ -70,7 +70,7 @@ def print_off_line() -> None:
 
 
 def start() -> None:
-    """Insert the finder, unless it is there, or the package is imported already."""
+    """Insert the finder, unless it is already in `sys.meta_path` or te_graph_fixes is already imported."""
     if "te_graph_fixes" not in sys.modules and not any(isinstance(finder, Activator) for finder in sys.meta_path):
         sys.meta_path.insert(0, Activator())  # type: ignore[arg-type]
 

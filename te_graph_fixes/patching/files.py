@@ -31,9 +31,9 @@ def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
 
 
 def live_changes(source: Source, changes: Code) -> set[str]:
-    """Return the names of the changes whose code this process runs. Import the modules that they add.
+    """Import the modules that the ``changes`` add. Return the names of the changes whose code this process runs.
 
-    Another version of Python compiles a function to another digest. Then its module is compiled here, which is slower.
+    Digests of code depend on the version of Python. If a digest differs, its module is compiled here, which is slower.
     """
 
     @functools.cache

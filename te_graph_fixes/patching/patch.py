@@ -44,7 +44,7 @@ _HEADER = re.compile(rf"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: \((?P<not
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """Return the edits of a patch; raises `UnrecognizedError` if a hunk does not fit."""
+    """Return the edits of a patch. Raise `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
@@ -68,7 +68,7 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
 
 @cache
 def read(text: str) -> list[list[Hunk]]:
-    """Parse the hunks of a patch, each with its alternatives; raises `PatchError` for an invalid line."""
+    """Return the hunks of a patch, each with its alternatives. Raise `PatchError` for an invalid line."""
     hunks: list[list[Hunk]] = []
     file = place = ""
     for header, lines in _sections(text):
@@ -100,7 +100,7 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
 
 
 def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
-    """Build a hunk from its lines; raises `PatchError` for an invalid pattern."""
+    """Return the hunk with these lines. Raise `PatchError` for an invalid pattern."""
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1
     old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
@@ -123,9 +123,8 @@ class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
     ``count`` is the required number of matches (None: at least one). If a pattern in ``already_applied`` matches, the
-    source already contains the hunk. ``already_applied`` depends on the lines of the hunk. If the hunk only inserts
-    lines, it has one pattern for each insertion. If the hunk only deletes lines, it is empty. Otherwise the whole new
-    side is its only pattern.
+    source already contains the hunk. A hunk that only inserts lines has a pattern in ``already_applied`` for each
+    insertion, and a hunk that only deletes lines has none. For any other hunk, the pattern is the whole new side.
     """
 
     number: int
@@ -162,7 +161,7 @@ class Hunk:
         return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
 
     def find(self, source: Source) -> Definition | None:
-        """Find the function or class of the hunk. Return None if it is missing and the notes allow this."""
+        """Return the function or class of the hunk; None if it is missing and the notes allow this."""
         try:
             return source.module(self.module).definition(self.place)
         except UnrecognizedError:

@@ -121,7 +121,7 @@ class Replacement(NamedTuple):
 
 
 def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
-    """Return the replacements to turn the ``old`` side of a hunk into the ``new`` side; raises `PatchError`."""
+    """Return the replacements that turn the ``old`` side into the ``new`` side. Raise `PatchError` if none can."""
     replacements: list[Replacement] = []
     removed: list[Line] = []
     for mark, run in chain(groupby(lines, key=lambda line: line.mark), [(" ", iter(()))]):
@@ -133,7 +133,7 @@ def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
 
 
 def _replace(old: Side, new: Side, removed: list[Line], added: list[Line]) -> list[Replacement]:
-    """Return the replacements for removed and added lines: of parts of one statement, or else of whole lines."""
+    """Return the replacements for removed and added lines: parts of one statement if possible, else whole lines."""
     olds, news = old.statements(removed), new.statements(added)
     if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
         before, after = _difference(olds[0], news[0])
@@ -145,7 +145,7 @@ def _replace(old: Side, new: Side, removed: list[Line], added: list[Line]) -> li
 
 
 def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replacement:
-    """Replace whole lines with whole lines, or insert them below the statement above."""
+    """Return the replacement of whole lines, or their insertion below the statement above."""
     changed = removed or added
     first = changed[0]
     above = [line for line in old.lines if line.number <= changed[-1].number]
@@ -163,7 +163,7 @@ def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replace
 
 
 def _replace_expression(before: Any, new: Side, after: Any, added: list[Line]) -> list[Replacement]:
-    """Replace an expression. If it contains ``...`` or ``ANY``, insert text around it."""
+    """Return the replacement of an expression. If it contains ``...`` or ``ANY``, only insert text around it."""
     start, end = span_with_parentheses(new.module, after)
     text = new.text(start, end)
     if not _UNKNOWN.search(text):
@@ -208,7 +208,7 @@ def _difference(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 def _paired(ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
-    """Pair the items of two lists of the same length. Otherwise return one pair with both values."""
+    """Return pairs of the items of two lists with the same length, or else one pair of both values."""
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         return [*zip(ours, theirs, strict=True)]
     return [(ours, theirs)]
@@ -246,7 +246,7 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Replace each ``ANY_NAME`` with its matched text, in parentheses if operator precedence may require them."""
+    """Return ``text`` with the matched text of each ``ANY_NAME``, in parentheses if precedence may require them."""
 
     def fill(name: re.Match[str]) -> str:
         node = match.bound.names[name.group()]
@@ -256,7 +256,7 @@ def _filled(definition: Definition, match: Match, text: str) -> str:
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
-    """Return the start and end of a statement's lines; raises `UnrecognizedError` if they contain other statements."""
+    """Return the start and end of a statement's lines. Raise `UnrecognizedError` for other statements on them."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]
     before, after = module.line(number)[: statement.col_offset], module.text[module.span(statement)[END] : end]

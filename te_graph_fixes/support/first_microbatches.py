@@ -161,7 +161,7 @@ class _AsFirst:
         self._always: set[Any] = set()
 
     def note(self, module: Any, flag: Any) -> None:
-        """Note a call with ``is_first_microbatch=True``. Without a skip ``flag``, it quantizes its weights."""
+        """Note a call with ``is_first_microbatch=True``. Without a skip ``flag``, the call quantizes weights."""
         owner = self._owners.get(module)
         if owner is None or not owner.is_first_microbatch:
             return

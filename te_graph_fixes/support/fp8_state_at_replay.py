@@ -23,7 +23,7 @@ from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 KEYS = ("scaling_fwd", "scaling_bwd")
-_HAS_STATE = hasattr(FP8GlobalStateManager, "quantization_state")  # from TE 2.15 on
+_HAS_STATE = hasattr(FP8GlobalStateManager, "quantization_state")  # true from TE 2.15 on
 _DEPTH, _FIRST_MODULE = (
     ("autocast_depth", "is_first_fp8_module") if _HAS_STATE else ("AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE")
 )

@@ -1,4 +1,4 @@
-"""Run the eager forward of a captured module to decide whether a replay with other arguments equals it.
+"""Run the eager forward of a captured module to decide whether a replay with other arguments is correct.
 
 The capture does not show how the module uses the shape of an argument, and autograd records nothing about an input
 without a gradient. The forward runs once for each question, and only if the replay would raise otherwise.
@@ -71,7 +71,8 @@ class EagerModule:
         """Run the forward without FP8, and return the outputs in a flat list."""
         count = specs[0].num_leaves
         args, values = tree_unflatten([*leaves[:count]], specs[0]), tree_unflatten([*leaves[count:]], specs[1])
-        unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # for checkpoints
+        # These hooks hide the run from a checkpoint around it.
+        unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with self._restored(), autocast(enabled=False), unchanged:
             outputs = self._forward(*args, **dict(zip(self._keywords, values, strict=True)))
         leaves_of_outputs: list[Any] = tree_flatten(outputs)[0]

@@ -33,7 +33,7 @@ def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outpu
     """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
 
     ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
-    no backward was captured. A capture under `torch.no_grad` does not show this, so it adds no step.
+    no backward was captured. A capture under `torch.no_grad` adds no step, because it shows no outputs with gradients.
     """
     needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
     if grad_outputs is not None:

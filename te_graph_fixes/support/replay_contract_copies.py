@@ -67,7 +67,7 @@ def drop_graph_from_copies(module: torch.nn.Module, graphed_forward: Callable[..
     def deep_copy(memo: dict[int, Any]) -> Any:
         copied = before["__deepcopy__"](memo) if "__deepcopy__" in before else kind.__deepcopy__(module, memo)
         if copied is not module:
-            memo[id(module)] = copied  # a method of the module becomes one of the copy
+            memo[id(module)] = copied  # turns methods of the module into methods of the copy
             for name in CAPTURE_ATTRIBUTES:
                 vars(copied).pop(name, None)
             vars(copied).update(copy.deepcopy(before, memo))

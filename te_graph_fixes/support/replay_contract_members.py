@@ -32,7 +32,7 @@ class UsedMembers:
     """
 
     def __init__(self, note_forward: Callable[[torch.nn.Module], None]) -> None:
-        self.lookups: dict[tuple[torch.nn.Module, str], int] = {}  # the id of the parameter that was found, or of None
+        self.lookups: dict[tuple[torch.nn.Module, str], int] = {}  # the id of the found parameter, or of None
         self.whole: set[torch.nn.Module] = set()
         self._ran: set[torch.nn.Module] = set()
         self._note_forward = note_forward
@@ -100,11 +100,11 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 class CallableTensors:
     """The members of a callable that its graphs use, and the tensors that they read, or add to (``fused``).
 
-    The members must be the same objects as at the capture. Others may be added, replaced or removed, because neither
-    the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the gradients
-    that the dgrad returns. A parameter counts as read if the forward looked it up, because its later use cannot be
-    seen. A parameter in a plain attribute, such as a list, counts as read too, because its use needs no lookup.
-    ``backward_dw`` adds to ``main_grad`` if wgrads are delayed, else the backward does.
+    The members must be the same objects as at the capture. Other members may be added, replaced or removed, because
+    neither the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the
+    gradients that the dgrad returns. A parameter counts as read if the forward looked it up, because its later use
+    cannot be seen. A parameter in a plain attribute, such as a list, counts as read too, because its use needs no
+    lookup. ``backward_dw`` adds to ``main_grad`` if wgrads are delayed, else the backward does.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Record:
 class _Observed:
     """The facts about one callable so far, from its warmup and captures. ``ran``: the modules that the warmup ran."""
 
-    positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # of each graph, in its memory pool
+    positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # by kind of graph
     recipe: Any = None
     ran: set[torch.nn.Module] = field(default_factory=set)
     draws: bool = False
@@ -80,7 +80,7 @@ class _Observed:
                 self.recipe = recipe
 
     def used_members(self, modules: Sequence[torch.nn.Module]) -> UsedMembers:
-        """Return the members of ``modules`` that the captured forward used: all if they were not recorded."""
+        """Return the members of ``modules`` that the captured forward used, or all if nothing was recorded."""
         used = self.used or UsedMembers(self.note_recipe)
         if self.used is None:
             used.whole.update(modules)
@@ -125,7 +125,7 @@ class CaptureRecord:
         for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
             values, buffer = self._returned.setdefault(key, []), self._buffers[key]()
             if buffer is not None and (len(values) < 2 or torch.equal(*values)):
-                values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and the last or another one
+                values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and a later one
 
     def note_graph(self, kind: str, replay: Any, handle: Any) -> None:
         """Note the position of a graph in the memory pool with this ``handle``.

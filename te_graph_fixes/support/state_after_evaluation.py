@@ -31,7 +31,7 @@ class RecipeStates:
         self._known, self._in_autocast = known, {*used.in_autocast}
         self._is_operation = hasattr(function, "fuser_forward")
         self._held: dict[Any, list[_State]] = {}
-        self._in_bf16_last: set[Any] = set()  # a forward in FP8 was followed by one without, as in a tied layer
+        self._in_bf16_last: set[Any] = set()  # the last forward ran without FP8, as in a tied layer
         self._fusers: list[Any] = []
         self._name, self._replacements_before = replay.name, 0
         for module in modules:
