@@ -1,7 +1,7 @@
 """Bug: a capture records delayed wgrads out of order, or with another microbatch's inputs.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2376 (TE 2.11) accepts wgrads in ``_order``.
-The rest is open.
+The other parts of the bug are open.
 
 To find the microbatch of a wgrad, `_make_graphed_callables` counts the dgrads before it instead of the wgrads. The
 ``_order`` ``[1,-1.5,-1]`` therefore raises ``KeyError: -1``, and ``[1,1,-1,-1,-1.5,-1.5]`` raises "already owns a

@@ -17,7 +17,7 @@ the current autocast. This is wrong in six cases:
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
 the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
 itself restores only modules listed by ``modules()``, in the recipe of the capture. TE also tried to restore the state
-of operations without FP8 in the capture, which have none, and raised ``AssertionError``. The fix omits this.
+of operations without FP8 in the capture. They have no state, so TE raised ``AssertionError``. The fix omits this.
 
 A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
 raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager

@@ -3,9 +3,9 @@
 Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 mentions the slowdown,
 https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but is in no release up to 0.19.2.
 
-From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, it does not copy TE's
-shared dummies for wgrads in ``main_grad``. In a capture, `LayerNormMLP` returns these dummies instead of its own
-dummies in graph memory. `param-grad-lifetime` does the same for TE before 2.19.
+From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, TE's shared dummies
+for wgrads in ``main_grad`` are not copied. In a capture, `LayerNormMLP` returns these dummies instead of its own
+dummies in graph memory. For TE before 2.19, `param-grad-lifetime` contains these changes.
 """
 
 from ..fix import Fix

@@ -3,9 +3,9 @@
 Upstream: none yet
 
 The first capture with ``cache_quantized_params=True`` creates the skip flag, one tensor that all such graphs share.
-Under ``torch.inference_mode()``, the flag becomes an inference tensor, which PyTorch does not fill outside
-this mode, so every later capture or replay with cached weights raises an error there, also for other modules and in
-bf16. With the fix, the flag is created outside inference mode.
+Under ``torch.inference_mode()``, the flag becomes an inference tensor. PyTorch refuses to fill this tensor outside of
+inference mode. Every later capture or replay with cached weights therefore raises an error, also for other modules and
+in bf16. With the fix, the flag is created outside of inference mode.
 """
 
 from ..fix import Fix

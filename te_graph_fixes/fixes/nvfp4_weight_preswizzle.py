@@ -5,7 +5,7 @@ https://github.com/NVIDIA/TransformerEngine/issues/3220. Seen in the source and 
 
 From capability 10.0 on, `_enable_weight_preswizzle` requests swizzled scales: scales in the order that a GEMM reads.
 TE's kernels write this order on capability 10.0 to 11.0. On other GPUs ``tex.quantize`` swizzles afterwards, even if
-the skip flag tells the graph to reuse the weight. It writes into new memory, which becomes part of the cached weight.
+the skip flag tells the graph to reuse the weight. The swizzled scales are new memory, owned by the cached weight.
 So graph n swizzles the result of graph n-1, and a single graph writes to memory without an owner. With the fix, a
 module has plain scales from its first capture on, as before TE 2.18, and a GEMM swizzles a copy. A module that is never
 captured has swizzled scales, as without the fix.

@@ -13,11 +13,11 @@ With the fix, a replay compares its arguments with the sample arguments: number,
 are no tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError`. A backward through a
 forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under
 `torch.autocast`: an eager module computes other numbers from an fp32 input than from a bf16 input (relative error
-0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. So does an ignored keyword
-that is or holds a tensor, unless no instruction of the forward loads it. Plain ones are ignored, because callers pass
-``is_first_microbatch``. Megatron passes its mask to layers without attention, whose `__call__` runs another function
-than `forward`: there an ignored tensor gives one warning. An output needs a gradient only if it needed one in the
-capture.
+0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. An ignored keyword that is
+or holds a tensor raises `ValueError` too, unless no instruction of the forward loads it. Other ignored keywords raise
+no error, because callers pass ``is_first_microbatch``. Megatron passes its mask to layers without attention, whose
+`__call__` runs another function than `forward`. In such a layer, an ignored tensor only gives one warning. An output
+needs a gradient only if it needed a gradient in the capture.
 
 Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
 although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores

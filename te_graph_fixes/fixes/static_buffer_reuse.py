@@ -4,8 +4,8 @@ Upstream: none yet, TE 2.10 to main
 
 TE reuses the static inputs of another layer if shape, dtype and layout agree. If these inputs need no gradient, the
 second layer returns no dgrad. If one tensor is both inputs of the first layer, the second layer's inputs overwrite each
-other. With the fix, buffers are reused only if all properties agree that a buffer has from its sample argument. These
-also include type, device, strides, whether it needs a gradient, and which tensors of a sample are the same. Reused
+other. With the fix, a buffer is reused only if all properties of both sample arguments agree. These also include type,
+device, strides, whether a gradient is needed, and whether several tensors of a sample are the same tensor. Reused
 grad-output buffers are assigned to the outputs of the second layer that need gradients, which may be at other positions
 than in the first layer. For schedules with wgrads, the fix `backward-dw-order` plans the inputs.
 

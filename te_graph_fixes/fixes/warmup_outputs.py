@@ -3,9 +3,9 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
 From TE 2.19 on, the warmup runs the forwards and backwards of all callables in their order. It retains the outputs of
-each forward, with all tensors that autograd saved for them, until the end of the iteration. It does so even after their
-backward has run, and in an evaluation without a backward. With the fix, outputs are released after their backward, and
-immediately in an evaluation.
+each forward, with all tensors that autograd saved for them, until the end of the iteration. The outputs stay even after
+their backward, and in an evaluation, which runs no backward. With the fix, outputs are released after their backward,
+and immediately in an evaluation.
 """
 
 from ..fix import Fix
