@@ -127,7 +127,9 @@ class UsedState:
                     manager.restore_fp8_meta_tensors(fp8_meta)
                 manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
             return self._restore_newer_states
-        if distributed.is_fp8_activation_recompute_enabled():
+        # From TE 2.20 on, a checkpoint also copies the states of modules that enter an FP8 autocast inside it.
+        in_checkpoint = getattr(distributed, "_IN_ACTIVATION_RECOMPUTE_REGION", False)
+        if in_checkpoint or distributed.is_fp8_activation_recompute_enabled():
             for fp8_meta in self.of_modules:
                 manager.copy_forward_fp8_meta_tensors_for_recompute(fp8_meta)
         return None

@@ -362,6 +362,9 @@ FOUND = {
     "a second first FP8 module, after a graph in which a module has an autocast of its own": Program(
         modules=("OwnAutocast", "linear"), recipe="delayed", other="delayed", first="eager"
     ),
+    "the scales of a graph in a checkpoint outside of FP8 autocasts, which TE copies from 2.20 on": Program(
+        modules=("OwnAutocast",), other="delayed", checkpoints=("te",), inference="first", events=("infer", "step")
+    ),
 }
 """Programs that have found bugs of this package, by the bug. The bugs are fixed."""
 
