@@ -211,6 +211,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "TE's eager backward_dw in FP8 reads the .grad of a bias, but the caller has taken it": lambda p: (
         not (p.delay and p.bias and p.takes_grads and p.recipe != "bf16" and "eager_step" in p.events)
     ),
+    "before TE 2.15, eager training marks the saved copy of a weight instead of the weight": lambda p: (
+        not (p.offload and p.clears_marks)
+    ),
     "only a frozen layer can be unfrozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
     "a warmup hook changes main_grads, but a layer that becomes frozen has none": lambda p: (
         not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})
