@@ -22,7 +22,6 @@ PAGES = tuple(
         "docs/symptoms.md",
         "docs/images.md",
         "docs/how.md",
-        "docs/maintainers/adding-a-fix.md",
     )
 )
 SHOWN = "2.14.0"
@@ -90,12 +89,6 @@ def _lines(files: list[str], sign: str) -> int:
     return sum(len(re.findall(rf"^\{sign}", text.split("\n@@", 1)[1], re.MULTILINE)) for text in files)
 
 
-def model() -> str:
-    """Return the file of the fix that contributors use as a model, as Markdown."""
-    path = "te_graph_fixes/fixes/calibration_recipe.py"
-    return f"```python\n# {path}\n{(ROOT / path).read_text()}```"
-
-
 def address() -> str:
     """Return a sentence with the address for bug reports."""
     url = urls()["Issues"]
@@ -110,7 +103,7 @@ def urls() -> dict[str, str]:
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))
 
 
-PARTS = {"upstream": upstream, "containers": containers, "size": size, "model": model, "address": address}
+PARTS = {"upstream": upstream, "containers": containers, "size": size, "address": address}
 
 
 def with_parts(page: str) -> str:
