@@ -29,12 +29,12 @@ SHOWN = "2.14.0"
 
 CONTAINERS = (
     ("NeMo 26.02", "2.12.0+5671fd36", "Megatron-Bridge's page of software versions"),
-    ("NeMo 26.04", "2.14.0+71bbefbf", "the same"),
-    ("NeMo 26.06, 26.06.01", "2.16.0+b9d690e0", "its users"),
-    ("NeMo 26.08", "2.17.1+4329ff84", "its users"),
+    ("NeMo 26.04", "2.14.0+71bbefbf", "Megatron-Bridge's page of software versions"),
+    ("NeMo 26.06, 26.06.01", "2.16.0+b9d690e0", "users of the container"),
+    ("NeMo 26.08", "2.17.1+4329ff84", "users of the container"),
     ("NeMo 26.08.01", "2.18.0+15288857", "Megatron-Bridge #6038"),
     ("NeMo 26.04.01, 26.10, 26.10.01", "", "not known in November 2026"),
-    ("NGC PyTorch", "2.10 and later, by month", "their release notes"),
+    ("NGC PyTorch", "2.10 and later, by month", "release notes of the containers"),
 )
 """Containers, the version of their TE, and the source of that information."""
 
