@@ -12,9 +12,7 @@ the start of the next command.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import io
 import os
 import re
 import shutil
@@ -176,11 +174,3 @@ def _require_inside(source: Source, paths: Iterable[str]) -> None:
         for written in (folder.resolve(), (folder / "__pycache__").resolve()):
             if not written.is_relative_to(location.resolve()):
                 raise BakeError(f"Nothing was changed, because {folder} leads outside TransformerEngine, to {written}.")
-
-
-def unified(decision: Decision) -> Iterator[str]:
-    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
-    for path, texts in baked_files(decision).items():
-        before, after = (io.StringIO(text, newline="").readlines() for text in texts)
-        for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):
-            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

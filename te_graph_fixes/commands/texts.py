@@ -1,4 +1,4 @@
-"""The texts and the JSON data of ``te-graph-fixes status``, ``explain`` and ``list``.
+"""The texts and the JSON data of ``te-graph-fixes status``, ``explain``, ``list`` and ``diff``.
 
 The texts contain commands. The argument ``where`` is the option that these commands need to find TransformerEngine
 (TE): `` --source DIR``, with the leading space, or "" for the installed TE.
@@ -6,8 +6,10 @@ The texts contain commands. The argument ``where`` is the option that these comm
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import io
 import itertools
 import re
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from ..settings import DISABLE
 from ..status import BAKED, Status, Verdict
 from ..text import te_name
 from ..version import __version__
+from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
@@ -157,3 +160,11 @@ def records() -> dict[str, dict[str, Any]]:
     """Return the data that ``list --json`` prints."""
     names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}
+
+
+def unified(decision: Decision) -> Iterator[str]:
+    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
+    for path, texts in baked_files(decision).items():
+        before, after = (io.StringIO(text, newline="").readlines() for text in texts)
+        for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):
+            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
