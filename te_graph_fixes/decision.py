@@ -16,7 +16,7 @@ from graphlib import TopologicalSorter
 
 from .fix import Assessment
 from .fixes import CATALOGUE, assess
-from .manifest import BAKE, UNDO, Manifest, ManifestError, digest, read_manifest
+from .manifest import BAKE, UNDO, BakeError, Manifest, digest, read_manifest
 from .patching.installation import Installation
 from .patching.source import Source
 from .settings import Settings
@@ -44,7 +44,7 @@ def read(source: Source) -> Reading:
     """
     try:
         manifest = read_manifest(source)
-    except ManifestError as error:
+    except BakeError as error:
         return Reading(source, dict.fromkeys(CATALOGUE, Assessment(Verdict.UNRECOGNIZED, str(error))))
     if manifest is None:
         return Reading(source, assess(source))

@@ -34,8 +34,8 @@ def file_digest(path: str | Path) -> str | None:
         return None
 
 
-class ManifestError(Exception):
-    """A manifest is invalid, or the files of a baked TE do not match it."""
+class BakeError(Exception):
+    """A manifest is invalid, the files of a baked TE do not match it, or a bake or its undo has failed."""
 
 
 _TEXT, _DIGEST, _COMMA = r'"[^"\\\x7f]*"', '"[0-9a-f]{64}"', "(, )?"
@@ -69,7 +69,7 @@ class Manifest:
     def read(cls, location: Path) -> Manifest | None:
         """Return the manifest of the TE in a folder, or None if there is none. Keys of a newer version are ignored.
 
-        Raise `ManifestError` if the manifest is invalid, for example if it names a file outside TE.
+        Raise `BakeError` if the manifest is invalid, for example if it names a file outside TE.
         """
         file = location / NAME
         try:
@@ -83,7 +83,7 @@ class Manifest:
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         advice = "Revert the change of this file, or delete it and reinstall TransformerEngine"
-        raise ManifestError(f"{file} is not a valid manifest ({problem}). {advice}")
+        raise BakeError(f"{file} is not a valid manifest ({problem}). {advice}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -111,7 +111,7 @@ class Manifest:
         """Return the paths of the modules that are not as before the bake, or [] if all are.
 
         If another TE was installed over the bake, only the modules that the bake added are returned. Raise
-        `ManifestError` if modules have changed since the bake, unless ``force`` is true.
+        `BakeError` if modules have changed since the bake, unless ``force`` is true.
         """
         found = {path: file_digest(Path(source.location).parent / path) for path in self.files}
         baked = [path for path in found if found[path] == self.files[path][1]]
@@ -120,22 +120,22 @@ class Manifest:
             return baked
         if changed and not force:
             problem = f"modules changed after {self.by} baked them: {', '.join(changed)}"
-            raise ManifestError(f"{problem}. Revert the change, or discard it with `{UNDO} --force`")
+            raise BakeError(f"{problem}. Revert the change, or discard it with `{UNDO} --force`")
         return baked + changed
 
 
 def read_manifest(source: Source) -> Manifest | None:
-    """Return the manifest of a TE, or None if TE is not baked. Raise `ManifestError` unless the bake is intact."""
+    """Return the manifest of a TE, or None if TE is not baked. Raise `BakeError` unless the bake is intact."""
     manifest = Manifest.read(Path(source.location))
     if manifest and len(baked := manifest.baked(source)) < len(manifest.files):
         problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
         advice = f"Unless one is running, run `{BAKE}` or `{UNDO}`"
-        raise ManifestError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")
+        raise BakeError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")
     return manifest
 
 
 def installed_manifest() -> Manifest | None:
     """Return the manifest of the installed TE; None without TE or manifest, or if files changed after the bake."""
-    with contextlib.suppress(TENotFoundError, ManifestError):
+    with contextlib.suppress(TENotFoundError, BakeError):
         return read_manifest(Source.installed())
     return None

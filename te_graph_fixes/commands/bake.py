@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..decision import Decision
-from ..manifest import NAME, Manifest, digest, file_digest
+from ..manifest import NAME, BakeError, Manifest, digest, file_digest
 from ..patching import PACKAGE, TE
 from ..patching.files import changed_code
 from ..patching.installation import patched
@@ -34,10 +34,6 @@ MARK = ".te-graph-fixes-"
 ORIGINAL, NEW = f"{MARK}original", f"{MARK}new"
 _GRAPH = f"{PACKAGE.replace('.', '/')}/graph.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class BakeError(Exception):
-    """An error while changing or restoring the files of TE. After an error of a bake, the files are unchanged."""
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
@@ -125,7 +121,7 @@ def undo(source: Source, force: bool = False) -> str:
     """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
     Return a message for the user; "" if there is no manifest. If another TE was installed over the bake, its modules
-    stay. Raise `ManifestError` if modules have changed since the bake, unless ``force`` discards these changes.
+    stay. Raise `BakeError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
     location, root = Path(source.location), Path(source.location).parent
     for new in location.rglob(f"*{NEW}"):

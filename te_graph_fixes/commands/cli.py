@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..decision import Decision, decide, read, settings_conflict
 from ..fixes import CATALOGUE
-from ..manifest import UNDO, Manifest, ManifestError, digest
+from ..manifest import UNDO, BakeError, Manifest, digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
@@ -29,7 +29,6 @@ from ..status import Status, Verdict
 from ..text import by_reason, print_stderr, te_name
 from ..version import __version__
 from . import NOT_USABLE, bake, texts
-from .bake import BakeError
 
 _EPILOG = """\
 use in this order:
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TENotFoundError, ValueError) as error:
         _note(error)
         return NOT_USABLE
-    except (BakeError, ManifestError, InstallationError) as error:
+    except (BakeError, InstallationError) as error:
         _note(error)
         return 1
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from te_graph_fixes.commands import NOT_USABLE
-from te_graph_fixes.manifest import ManifestError, read_manifest
+from te_graph_fixes.manifest import BakeError, read_manifest
 from te_graph_fixes.patching.source import Source, TENotFoundError
 from te_graph_fixes.settings import Settings, unknown_variables
 from te_graph_fixes.text import print_stderr
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Settings.read()  # an invalid setting is an error before any case runs
         cases = select(options.wanted, options.quick)
         is_baked = read_manifest(Source.installed()) is not None
-    except (ManifestError, TENotFoundError, ValueError) as error:
+    except (BakeError, TENotFoundError, ValueError) as error:
         _note(error)
-        return 1 if isinstance(error, ManifestError) else NOT_USABLE
+        return 1 if isinstance(error, BakeError) else NOT_USABLE
     if reason := runner.no_gpu():
         _note(f"`verify` needs a GPU: {reason}")
         return NOT_USABLE
