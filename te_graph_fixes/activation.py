@@ -308,7 +308,7 @@ def _baked_statuses(decision: Decision, is_loaded: bool) -> dict[str, tuple[Stat
     if (manifest := decision.reading.manifest) is None:
         return statuses
     live = live_changes(decision.source, manifest.code) if is_loaded else ()
-    for fix_id in statuses.keys() & manifest.applied:
+    for fix_id in statuses.keys() & manifest.having(Status.APPLIED):
         if not is_loaded:
             reason = f"{statuses[fix_id][1]}. TransformerEngine is not imported yet"
             statuses[fix_id] = Status.PENDING, reason

@@ -34,7 +34,7 @@ class Reading:
 
     @property
     def disabled_in_bake(self) -> list[str]:
-        return self.manifest.disabled if self.manifest else []
+        return self.manifest.having(Status.DISABLED) if self.manifest else []
 
 
 def read(source: Source) -> Reading:
@@ -147,12 +147,12 @@ def settings_conflict(decision: Decision) -> str:
     manifest, settings = decision.reading.manifest, decision.settings
     if manifest is None or (settings.only is None and not settings.disable):
         return ""
-    bugs = {*manifest.applied, *manifest.disabled}
+    bugs = {*manifest.having(Status.APPLIED), *manifest.having(Status.DISABLED)}
     before = {
         fix_id: Assessment(Verdict.APPLICABLE if fix_id in bugs else Verdict.NOT_NEEDED, "") for fix_id in CATALOGUE
     }
     wanted = decide(Reading(decision.source, before), settings).to_apply.keys()
-    applied = CATALOGUE.keys() & manifest.applied
+    applied = CATALOGUE.keys() & manifest.having(Status.APPLIED)
     differences = []
     if extra := sorted(applied - wanted):
         differences.append(f"{named(extra)} stay applied")

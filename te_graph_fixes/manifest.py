@@ -88,13 +88,8 @@ class Manifest:
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
-    @property
-    def applied(self) -> list[str]:
-        return [fix_id for fix_id, status in self.fixes.items() if status == Status.APPLIED]
-
-    @property
-    def disabled(self) -> list[str]:
-        return [fix_id for fix_id, status in self.fixes.items() if status == Status.DISABLED]
+    def having(self, wanted: Status) -> list[str]:
+        return [fix_id for fix_id, status in self.fixes.items() if status == wanted]
 
     @property
     def by(self) -> str:

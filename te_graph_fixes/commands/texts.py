@@ -36,8 +36,8 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
         f"disabled by {decision.settings.disabled_by}": decision.disabled,
     }
     if manifest := reading.manifest:
-        lists[f"{BAKED} {manifest.by}"] = [fix_id for fix_id in manifest.applied if fix_id in CATALOGUE]
-        lists["disabled in the bake"] = [fix_id for fix_id in manifest.disabled if fix_id in CATALOGUE]
+        lists[f"{BAKED} {manifest.by}"] = [each for each in manifest.having(Status.APPLIED) if each in CATALOGUE]
+        lists["disabled in the bake"] = [each for each in manifest.having(Status.DISABLED) if each in CATALOGUE]
     return {outcome: ids for outcome, ids in lists.items() if ids}
 
 
