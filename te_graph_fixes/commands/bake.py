@@ -46,7 +46,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     for name, texts in patched(source, decision.to_apply).items():
         module = source.find(name)
         before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
-        files[module_path(source, name)] = before, after
+        files[os.path.relpath(module.path, root) if module else f"{name.replace('.', '/')}.py"] = before, after
     if not files:
         return {}
     files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}
@@ -55,12 +55,6 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     code = changed_code(source, decision.to_apply)
     return {f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json()), **files}
-
-
-def module_path(source: Source, module: str) -> str:
-    """Return the path of a module's file, relative to the folder that contains TE."""
-    file = source.find(module)
-    return os.path.relpath(file.path, os.path.dirname(source.location)) if file else f"{module.replace('.', '/')}.py"
 
 
 @contextlib.contextmanager

@@ -252,8 +252,8 @@ def _issue(options: argparse.Namespace) -> int:
             print("    " + explanation.replace("\n", "\n    "))
     print()
     for name in source.modules_read:
-        text = source.module(name).text
-        print(f"{digest(text.encode())[:16]}  {bake.module_path(source, name)}")
+        module = source.module(name)
+        print(f"{digest(module.text.encode())[:16]}  {os.path.relpath(module.path, os.path.dirname(source.location))}")
     _note("Send this text to the maintainers of te-graph-fixes.")
     return 0
 

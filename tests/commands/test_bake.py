@@ -28,7 +28,6 @@ from te_graph_fixes.commands import bake
 from te_graph_fixes.commands.cli import main
 from te_graph_fixes.fix import Fix
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, copy_of, needed, source
@@ -96,7 +95,7 @@ def stand_in(tree: Path, version: str, text: str) -> Path:
 def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
     tree, patched = (copy_of(source(version), tmp_path / name) for name in ("tree", "patched"))
     before = content(tree)
-    changed = {bake.module_path(Source.at(tree), name) for fix in needed(version).values() for name in fix.targets}
+    changed = {f"{name.replace('.', '/')}.py" for fix in needed(version).values() for name in fix.targets}
     missing = f"Not all needed fixes are baked. Run:\n  te-graph-fixes bake --source {tree}\n"
     status, out, _ = cli("bake", "--check", "--source", tree)
     assert (status, out.partition("\n")[2], content(tree)) == (1, missing, before)
