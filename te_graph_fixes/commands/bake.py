@@ -100,17 +100,6 @@ def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None
         os.replace(f"{file}{NEW}", file)
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Deliver signals only after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@_signals_held()
 def undo(source: Source, force: bool = False) -> str:
     """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
@@ -118,25 +107,29 @@ def undo(source: Source, force: bool = False) -> str:
     stay. Raise `BakeError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
     location, root = Path(source.location), Path(source.location).parent
-    for new in location.rglob(f"*{NEW}"):
-        new.unlink()
-    if (manifest := Manifest.read(location)) is None:
-        return ""
-    before = {path: manifest.files[path][0] for path in manifest.baked(source, force)}
-    if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
-        raise BakeError(
-            f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
-            f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
-        )
-    _require_inside(source, manifest.files)
-    for path in reversed(manifest.files):
-        file, original = root / path, Path(f"{root / path}{ORIGINAL}")
-        if path in before:
-            _delete_bytecode(file)
-            os.replace(original, file) if before[path] else file.unlink()
-        original.unlink(missing_ok=True)
-    (location / NAME).unlink()
-    return f"Undid the bake of {manifest.by}: {len(before)} modules restored or deleted in {location}"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal ends the process only after the undo
+    try:
+        for new in location.rglob(f"*{NEW}"):
+            new.unlink()
+        if (manifest := Manifest.read(location)) is None:
+            return ""
+        before = {path: manifest.files[path][0] for path in manifest.baked(source, force)}
+        if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
+            raise BakeError(
+                f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
+                f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
+            )
+        _require_inside(source, manifest.files)
+        for path in reversed(manifest.files):
+            file, original = root / path, Path(f"{root / path}{ORIGINAL}")
+            if path in before:
+                _delete_bytecode(file)
+                os.replace(original, file) if before[path] else file.unlink()
+            original.unlink(missing_ok=True)
+        (location / NAME).unlink()
+        return f"Undid the bake of {manifest.by}: {len(before)} modules restored or deleted in {location}"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
