@@ -75,9 +75,8 @@ class Fix:
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
     feature, a match of ``corrected`` that it contains the upstream fix. ``names`` maps words in all these texts to
-    functions, which return their replacements for a source. ``base`` is a patch that several fixes need, and that does
-    nothing by itself. It is applied once. A fix adds the support modules (`te_graph_fixes.support`) that its patches
-    import.
+    functions, which return their replacements for a source. A fix adds the support modules (`te_graph_fixes.support`)
+    that its patch imports. Edits that several fixes share are made once.
 
     ``id`` is the name of the fix's file, with hyphens. ``summary`` and the links in ``upstream`` come from the first
     two paragraphs of that file's docstring (`described_by`).
@@ -85,7 +84,6 @@ class Fix:
 
     symptom: str
     patch: str
-    base: str = ""
     group: str = ""
     affects: str = ""
     cost: str = ""
@@ -178,8 +176,6 @@ class Fix:
             raise UnrecognizedError("looked for the bug or one upstream fix, found several upstream fixes")
         try:
             changes = self._edits(source, self.patch)
-            if self.base:
-                changes += [edit._replace(is_shared=True) for edit in self._edits(source, self.base)]
         except UnrecognizedError as error:
             if upstream_fixes:
                 return upstream_fixes[0]
@@ -187,9 +183,8 @@ class Fix:
             return Assessment(Verdict.UNRECOGNIZED, str(error), details=details)
         if upstream_fixes:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
-        return Assessment(
-            Verdict.APPLICABLE, self.summary, tuple(changes), imported_modules(self.base + self.patch), after=self.after
-        )
+        new_modules = imported_modules(self.patch)
+        return Assessment(Verdict.APPLICABLE, self.summary, tuple(changes), new_modules, after=self.after)
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

@@ -28,7 +28,6 @@ FIX = Fix(
     symptom="delayed scaling after a frozen or teacher module: gradients become 0, wgrads have a relative error of 1.2",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed) if an autocast begins with a frozen layer or a teacher",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
     requires=("fp8-state-at-replay", "stale-fp8-weights"),
 )

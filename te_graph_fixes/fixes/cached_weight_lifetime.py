@@ -25,6 +25,5 @@ FIX = Fix(
     group="evaluation and checkpoints",
     affects="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
     cost="memory for the FP8 weights that modules have replaced since the capture",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
 )

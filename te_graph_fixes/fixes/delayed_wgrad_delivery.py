@@ -109,8 +109,7 @@ FIX = Fix(
     group="pipelines and delayed wgrads",
     affects="Megatron --delay-wgrad-compute (delay_wgrad_compute) with biases, or with unfused wgrads",
     cost="a copy of each gradient that a wgrad graph computes for .grad, after its replay",
-    patch=PATCH + HOOKS_OF_OPERATIONS,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH + HOOKS_OF_OPERATIONS,
     requires=("backward-dw-hooks", "param-grad-lifetime", "wgrad-without-dgrad"),
     check_hints=("wgrad .grad",),
 )

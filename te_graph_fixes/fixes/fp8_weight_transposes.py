@@ -31,6 +31,5 @@ FIX = Fix(
     group="FP8 state",
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
     cost="before a replay, one transpose for each weight without a valid one",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
 )

@@ -26,7 +26,6 @@ FIX = Fix(
     symptom="fused wgrads are random values, or NaN, in a data-parallel wrapper that clears grad_added_to_main_grad",
     group="gradients",
     affects="fused wgrads with Megatron-FSDP, or Megatron's DDP without its cuda_graph_impl='transformer_engine'",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
     check_hints=("backward mark",),
 )

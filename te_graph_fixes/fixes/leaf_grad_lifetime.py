@@ -24,7 +24,6 @@ FIX = Fix(
     group="gradients",
     affects="parameters, or other leaves that need a gradient, among a callable's inputs, as in NeMo Automodel 0.7.0",
     cost="a copy of each gradient of a leaf input; not measured",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
     check_hints=("use overwritten",),
 )

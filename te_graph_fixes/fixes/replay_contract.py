@@ -71,7 +71,6 @@ FIX = Fix(
     group="replay preconditions",
     affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
     requires=("leaf-grad-lifetime",),
 )

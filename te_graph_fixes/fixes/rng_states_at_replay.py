@@ -33,6 +33,5 @@ FIX = Fix(
     symptom="after an RNG tracker's reset() or set_states(), dropout repeats itself or differs from the eager run",
     group="evaluation and checkpoints",
     affects="dropout with an RNG tracker (as in Megatron) that is reset after the capture, or set by a checkpoint",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
 )

@@ -38,8 +38,7 @@ FIX = Fix(
     symptom="after FP8GlobalStateManager.reset(), earlier graphs reuse old FP8 weights or read freed memory",
     group="FP8 state",
     affects="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
     names={"STATE": skip_flag_state},
     requires=("stale-fp8-weights",),
 )

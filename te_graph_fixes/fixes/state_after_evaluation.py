@@ -30,6 +30,5 @@ FIX = Fix(
     group="evaluation and checkpoints",
     affects="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),
-    patch=PATCH,
-    base=REPLAY_STEPS,
+    patch=REPLAY_STEPS + PATCH,
 )

@@ -53,33 +53,31 @@ class InstallationError(Exception):
 def patched(source: Source, changes: Changes) -> Texts:
     """Return, for every edited or added module, its text before and after the changes ("" before: the module is added).
 
-    Insertions at the same place are in the order that their changes declare. Raise `InstallationError` for conflicts.
+    Equal edits of several changes are made once. Insertions at the same place are in the order that their changes
+    declare. Raise `InstallationError` for conflicts.
     """
     texts = {name: ("", text) for change in changes.values() for name, text in change.new_modules.items()}
     for name, edits in _edits_by_module(changes).items():
-        module, after, end, last, shared = source.module(name), "", 0, "", set[Edit]()
-        for edit, owner in edits:
-            if edit in shared:
-                continue
+        module, after, end, last = source.module(name), "", 0, ""
+        for edit, (owner, *_) in edits.items():
             if edit.start < end:
-                where = f"{module.path}:{module.line_number(edit.start)}"
-                what = f"edits of {owner} overlap" if owner == last else f"{last} and {owner} edit the same text"
-                raise InstallationError(f"{what} at {where}")
+                raise InstallationError(f"{last} and {owner} edit the same text at {module.place(edit.start)}")
             after += module.text[end : edit.start] + edit.text
             end, last = edit.end, owner
-            if edit.is_shared:
-                shared.add(edit)
         texts[name] = module.text, after + module.text[end:]
     return texts
 
 
-def _edits_by_module(changes: Changes) -> dict[str, list[tuple[Edit, str]]]:
-    """Group the edits by module, sorted by position, each with the name of its change."""
+def _edits_by_module(changes: Changes) -> dict[str, dict[Edit, list[str]]]:
+    """Group the edits by module, sorted by position, with the names of their changes. Equal edits become one edit."""
     declared = {name: [other for other in sorted(changes[name].after) if other in changes] for name in sorted(changes)}
-    edits = [(edit, name) for name in TopologicalSorter(declared).static_order() for edit in changes[name].edits]
-    by_module = defaultdict[str, list[tuple[Edit, str]]](list)
-    for edit, name in sorted(edits, key=lambda pair: (*pair[0][:3], not pair[0].is_shared)):
-        by_module[edit.module].append((edit, name))
+    owners = defaultdict[Edit, list[str]](list)
+    for name in TopologicalSorter(declared).static_order():
+        for edit in changes[name].edits:
+            owners[edit].append(name)
+    by_module = defaultdict[str, dict[Edit, list[str]]](dict)
+    for edit in sorted(owners, key=lambda edit: edit[:3]):
+        by_module[edit.module][edit] = owners[edit]
     return by_module
 
 
@@ -132,10 +130,10 @@ def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[Func
         old, new = (functions_of(compiled(name, text)) for text in texts[name])
         nodes = {key: node for key, node in module.definitions.items() if isinstance(node, ast.FunctionDef)}
         owners = defaultdict[str, set[str]](set)
-        for edit, owner in edits:
+        for edit, names in edits.items():
             edited = [key for key in nodes if _is_inside(module, nodes[key], edit)]
-            for key in edited or _added_methods(module, edit, owner):
-                owners[key].add(owner)
+            for key in edited or _added_methods(module, edit, names[0]):
+                owners[key].update(names)
         patches += [FunctionPatch(name, key, old.get(key), new[key], frozenset(owners[key])) for key in owners]
     return patches
 
@@ -176,7 +174,7 @@ def _added_methods(module: ModuleSource, edit: Edit, owner: str) -> list[str]:
     added = ast.parse(textwrap.dedent(edit.text)).body
     methods = [f"{name}.{node.name}" for name in classes for node in added if isinstance(node, ast.FunctionDef)]
     if not methods or len(methods) < len(added) or edit.start < edit.end:
-        where = f"{module.path}:{module.line_number(edit.start)}"
+        where = module.place(edit.start)
         raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
     return methods
 

@@ -47,16 +47,12 @@ def unrecognized(wanted: str, where: object, found: str = "none") -> Unrecognize
 
 
 class Edit(NamedTuple):
-    """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``.
-
-    If ``is_shared`` is true, equal edits of several changes are made once, before all other edits at their place.
-    """
+    """A replacement of the characters ``start`` to ``end`` in the source of ``module`` with ``text``."""
 
     module: str
     start: int
     end: int
     text: str
-    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,9 +162,10 @@ class ModuleSource:
         """The character offset of each line's start, by line number. The last offset is the end of the text."""
         return [0, 0, *accumulate(map(len, io.StringIO(self.text)))]
 
-    def line_number(self, offset: int) -> int:
-        """Return the line of a character offset."""
-        return self.text.count("\n", 0, offset) + 1
+    def place(self, offset: int) -> str:
+        """Return the path and the line of a character offset, as in ``path:12``."""
+        number = self.text.count("\n", 0, offset) + 1
+        return f"{self.path}:{number}"
 
     def line(self, number: int) -> str:
         """Return a line with its line break. Numbers start at 1."""

@@ -274,7 +274,7 @@ def test_a_patch_that_does_not_fit_says_which_hunk(patch: str, error: str) -> No
 
 
 def test_a_patch_cannot_edit_the_same_text_twice() -> None:
-    with pytest.raises(InstallationError, match=r"edits of 0 overlap at code\.py:2"):
+    with pytest.raises(InstallationError, match=r"0 and 0 edit the same text at code\.py:2"):
         applied(TEXT, hunk("-x = a\n+x = b") + "@@\n-a\n+c")
 
 
