@@ -17,7 +17,6 @@ import inspect
 import io
 import linecache
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from functools import reduce
@@ -132,7 +131,11 @@ def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[Func
         owners = defaultdict[str, set[str]](set)
         for edit, names in edits.items():
             edited = [key for key in nodes if _is_inside(module, nodes[key], edit)]
-            for key in edited or _added_methods(module, edit, names[0]):
+            methods = edited or [key for key in new if key not in old and _is_added(key, edit)]
+            if not methods:
+                where = module.place(edit.start)
+                raise InstallationError(f"an edit of {names[0]} at {where} is neither in a function nor adds a method")
+            for key in methods:
                 owners[key].update(names)
         patches += [FunctionPatch(name, key, old.get(key), new[key], frozenset(owners[key])) for key in owners]
     return patches
@@ -163,20 +166,10 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)
 
 
-def _added_methods(module: ModuleSource, edit: Edit, owner: str) -> list[str]:
-    """Return the qualified names of the methods that an edit adds to a class."""
-    classes = [
-        node.name
-        for node in module.tree.body
-        if isinstance(node, ast.ClassDef)
-        and module.starts[node.lineno] < edit.start <= module.starts[cast(int, node.end_lineno) + 1]
-    ]
-    added = ast.parse(textwrap.dedent(edit.text)).body
-    methods = [f"{name}.{node.name}" for name in classes for node in added if isinstance(node, ast.FunctionDef)]
-    if not methods or len(methods) < len(added) or edit.start < edit.end:
-        where = module.place(edit.start)
-        raise InstallationError(f"an edit of {owner} at {where} is not in a function. Only methods can be added there")
-    return methods
+def _is_added(qualname: str, edit: Edit) -> bool:
+    """Return whether an edit adds the method with this name."""
+    owner, _, name = qualname.rpartition(".")
+    return bool(owner) and f"def {name}(" in edit.text
 
 
 _provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
