@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from . import TE
 from .matching import Match, Pattern
@@ -57,7 +56,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one TE: its package folder (or zip entry), and the version in its metadata."""
+    """The source of one TE: its package folder, and the version in its metadata."""
 
     location: str
     version: str | None
@@ -107,15 +106,11 @@ class Source:
         self._modules.clear()
 
     def _read(self, name: str) -> ModuleSource | None:
-        parent = os.path.join(self.location, *name.split(".")[1:-1])
-        spec = importlib.machinery.PathFinder.find_spec(name, [parent])
-        if spec is None or spec.loader is None:
-            return None
-        path = spec.origin or name
-        if not path.endswith(".py"):
-            raise UnrecognizedError(f"{name} in {self.location} has no source text ({path})")
+        path = os.path.join(self.location, *name.split(".")[1:]) + ".py"
         try:
-            return ModuleSource.of(name, path, cast(importlib.machinery.SourceFileLoader, spec.loader).get_data(path))
+            return ModuleSource.of(name, path, Path(path).read_bytes())
+        except FileNotFoundError:
+            return None
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
 

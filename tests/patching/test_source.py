@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import py_compile
 from pathlib import Path
 
 import pytest
@@ -82,14 +81,6 @@ def test_a_module_that_is_missing(tmp_path: Path) -> None:
         UnrecognizedError, match=r"looked for module transformer_engine\.pytorch\.other in .*, found none"
     ):
         source.module("transformer_engine.pytorch.other")
-
-
-def test_bytecode_without_source_is_unrecognized(tmp_path: Path) -> None:
-    code = tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py"
-    py_compile.compile(str(code), cfile=str(code.with_suffix(".pyc")))
-    code.unlink()
-    with pytest.raises(UnrecognizedError, match="no source text"):
-        Source.at(tmp_path).module(CODE)
 
 
 @pytest.mark.parametrize(
