@@ -172,10 +172,10 @@ def _is_added(qualname: str, edit: Edit) -> bool:
     return bool(owner) and f"def {name}(" in edit.text
 
 
-_provided: dict[str, tuple[ModuleType, ModuleType, str]] = {}
-"""For each support module of this process, by name: its package, the module object, and the text that it has executed.
+_provided: dict[tuple[ModuleType, str], ModuleType] = {}
+"""Each support module of this process, by its package and its name in the package.
 
-Later installations reuse the module object, because it contains the state of graphs, and graphs outlive an activation.
+Later installations reuse the module, because it contains the state of graphs, and graphs outlive an activation.
 """
 
 
@@ -234,17 +234,17 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module. If its package is still the same, reuse the earlier module object with its state."""
+        """Add a support module. If its package is still the same, reuse the earlier module with its state."""
         parent, _, child = name.rpartition(".")
-        package, module, executed = _provided.get(name, (None, None, ""))
-        if module is None or package is not sys.modules[parent]:
-            spec = importlib.machinery.ModuleSpec(name, None, origin=_path(name))
-            package, module, executed = sys.modules[parent], importlib.util.module_from_spec(spec), ""
+        package = sys.modules[parent]
+        known = _provided.get((package, child))
+        spec = importlib.machinery.ModuleSpec(name, None, origin=_path(name))
+        module = known or importlib.util.module_from_spec(spec)
         self._put(package, child, module)
         sys.modules[name] = module
-        if text != executed:
+        if not known:
             exec(compiled(name, text), vars(module))
-            _provided[name] = package, module, text
+            _provided[package, child] = module
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         self._attributes.append((owner, name, _attribute(owner, name), value))

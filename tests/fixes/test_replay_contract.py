@@ -492,9 +492,6 @@ def test_deactivate_takes_it_back() -> None:
 
 
 ACTIVATIONS = """
-import dataclasses
-from tests.support.single_edits import alter
-
 def captured(pool):
     module = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16, device="cuda"))
     te.make_graphed_callables(module, (random(),), pool=pool)
@@ -520,13 +517,7 @@ def move(module):
     finally:
         weight.data = kept
 
-def with_comments(source, verdict):
-    texts.append("CHANGED" * len(texts))
-    texts_of_modules = {name: f"{text}# {texts[-1]}\\n" for name, text in verdict.new_modules.items()}
-    return dataclasses.replace(verdict, new_modules=texts_of_modules)
-
-texts, number = [], 0
-alter("replay-contract", with_comments)
+number = 0
 for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.activate), repeat=2):
     te_graph_fixes.activate()
     active, pool, modules, are_ours = True, te.graph.graph_pool_handle(), [], []
@@ -542,16 +533,14 @@ for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.
     for (one, is_ours), (other, is_too) in itertools.combinations(zip(modules, are_ours), 2):
         assert raises(lambda: nested(one, other)) == (is_ours and is_too), (steps, are_ours)
     number += sum(are_ours)
-print(number, len({*texts}))
+print(number)
 """
 
 
-@pytest.mark.parametrize("changed", ["", "changed"])
-def test_a_capture_keeps_its_contract_through_any_sequence_of_activations(changed: str) -> None:
-    """The support module's text may change meanwhile. Captures without active fixes have no contract."""
-    number, texts = map(int, run_program(ACTIVATIONS.replace("CHANGED", changed)).split())
+def test_a_capture_keeps_its_contract_through_any_sequence_of_activations() -> None:
+    """Captures without active fixes have no contract."""
+    number = int(run_program(ACTIVATIONS))
     assert number == 9 + 6  # 9 first captures, and 6 second captures without a deactivation before them
-    assert (texts > 9) == bool(changed)
 
 
 COPIES = """
