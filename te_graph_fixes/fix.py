@@ -120,12 +120,6 @@ class Fix:
         has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)
         return Verdict.APPLICABLE if has_bug else Verdict.NOT_NEEDED
 
-    def must_have_bug(self, version: str | None) -> bool:
-        """Return whether a version must have the bug. A pre-release may lack a bug that the release before lacks."""
-        found = parsed(version)
-        before = f"{found.major}.{max(found.minor - 1, 0)}" if found and found.is_prerelease else version
-        return self.expected(version) == self.expected(before) == Verdict.APPLICABLE
-
     @property
     def versions(self) -> str:
         """The tested releases with the bug, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
@@ -141,23 +135,13 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def assess(self, source: Source) -> Assessment:
-        """Return the assessment of a source.
-
-        An error in this method is a bug of this package, and a feature that is missing in a version that must have the
-        bug was overlooked. In both cases the fix is ``unrecognized``, and nothing is changed.
-        """
-        must_have_bug = self.must_have_bug(source.version)
+        """Return the assessment of a source. An error in this package makes the fix ``unrecognized``, too."""
         try:
-            found = self._assess(source)
+            return self._assess(source)
         except UnrecognizedError as error:
             return Assessment(Verdict.UNRECOGNIZED, str(error))
         except Exception as error:
             return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
-        if found.verdict == Verdict.NOT_APPLICABLE and must_have_bug:
-            version = f"TransformerEngine {source.version}"
-            reason = f"{version} should have this bug, but its feature was not found: {found.reason}"
-            return Assessment(Verdict.UNRECOGNIZED, reason)
-        return found
 
     def _assess(self, source: Source) -> Assessment:
         """Return the assessment. Raise `UnrecognizedError` for two upstream fixes, or the bug and an upstream fix."""
