@@ -144,28 +144,26 @@ class Fix:
             return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _assess(self, source: Source) -> Assessment:
-        """Return the assessment. Raise `UnrecognizedError` for two upstream fixes, or the bug and an upstream fix."""
+        """Return the assessment. Raise `UnrecognizedError` if the source has both the bug and an upstream fix."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 self._edits(source, text)
                 return Assessment(Verdict.NOT_APPLICABLE, reason)
-        misfits, upstream_fixes = [], []
+        misfits, upstream_fix = [], ""
         for text, reason in self.corrected:
             try:
                 self._edits(source, text)
-                upstream_fixes.append(Assessment(Verdict.NOT_NEEDED, reason))
+                upstream_fix = reason
             except UnrecognizedError as error:
                 misfits.append(f"for the upstream fix {reason!r}: {error}")
-        if len(upstream_fixes) > 1:
-            raise UnrecognizedError("looked for the bug or one upstream fix, found several upstream fixes")
         try:
             changes = self._edits(source, self.patch)
         except UnrecognizedError as error:
-            if upstream_fixes:
-                return upstream_fixes[0]
+            if upstream_fix:
+                return Assessment(Verdict.NOT_NEEDED, upstream_fix)
             details = "\n".join([f"for the bug: {error}", *misfits])
             return Assessment(Verdict.UNRECOGNIZED, str(error), details=details)
-        if upstream_fixes:
+        if upstream_fix:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
         new_modules = imported_modules(self.patch)
         return Assessment(Verdict.APPLICABLE, self.summary, tuple(changes), new_modules, after=self.after)
