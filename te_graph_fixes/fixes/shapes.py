@@ -5,21 +5,15 @@ from __future__ import annotations
 from ..patching.source import Source
 
 
-def global_state(source: Source, field: str, earlier: str) -> str:
-    """Return the code that reads a field of TE's global FP8 state; up to 2.14, the manager's attribute ``earlier``."""
+def skip_flag_state(source: Source) -> str:
+    """Return the code that reads the owner of the skip flag: `FP8GlobalStateManager`, or its state from TE 2.15 on."""
     quantization = source.module("transformer_engine.pytorch.quantization")
     manager = quantization.definition("FP8GlobalStateManager")
     if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one(f"{field}: ANY_TYPE = ANY")
-        return f"FP8GlobalStateManager.quantization_state.{field}"
-    manager.one(f"{earlier} = ANY")
-    return f"FP8GlobalStateManager.{earlier}"
-
-
-def skip_flag_state(source: Source) -> str:
-    """Return the code that reads the owner of the skip flag."""
-    flag = "skip_fp8_weight_update_tensor"
-    return global_state(source, flag, flag).removesuffix(f".{flag}")
+        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = ANY")
+        return "FP8GlobalStateManager.quantization_state"
+    manager.one("skip_fp8_weight_update_tensor = ANY")
+    return "FP8GlobalStateManager"
 
 
 SHARED_DUMMIES = """
