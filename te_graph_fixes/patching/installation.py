@@ -92,11 +92,6 @@ class FunctionPatch(NamedTuple):
     after: CodeType
     owners: frozenset[str]
 
-    @property
-    def live(self) -> Any:
-        """The function in this process, found by `loaded_function`."""
-        return loaded_function(self.module, self.qualname, (self.after, self.before))
-
 
 def runs(module: str, qualname: str, code: CodeType | None) -> bool:
     """Return whether a loaded function has this code. If ``code`` is None, return whether the function is missing."""
@@ -255,7 +250,7 @@ class Installation:
             owner, name = patch.qualname.split(".")
             self._put(getattr(sys.modules[patch.module], owner), name, self._added_method(patch, owner, name))
         else:
-            self._put(patch.live, "__code__", patch.after)
+            self._put(loaded_function(patch.module, patch.qualname, (patch.before,)), "__code__", patch.after)
 
     def _added_method(self, patch: FunctionPatch, owner: str, name: str) -> Any:
         """Return a method that the fixes add to the class ``owner``, with the code of the edited module.

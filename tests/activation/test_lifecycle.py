@@ -22,7 +22,7 @@ import importlib, inspect, sys
 
 def check(active=True):
     import te_graph_fixes
-    from te_graph_fixes.patching.installation import compile_patches, patched
+    from te_graph_fixes.patching.installation import compile_patches, patched, runs
     from te_graph_fixes.patching.source import Source
     from te_graph_fixes.decision import read
     source = Source.installed()
@@ -37,7 +37,7 @@ def check(active=True):
             module = sys.modules[change.module]
             assert name not in vars(getattr(module, owner) if owner else module), change
         else:
-            assert change.live.__code__ == wanted, change
+            assert runs(change.module, change.qualname, wanted), change
 """
 
 
