@@ -104,27 +104,23 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1
     old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
-    pattern, changes, already_applied = None, [], [Pattern(new.module.text, new.body)]
+    pattern, changes = None, []
     if "at its start" not in notes:
         if not old.body or is_gap(old.body[0]):
             raise PatchError(f"line {number}: a pattern must not be empty or begin with `...`")
         changes = compare(lines, old, new)
         located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
         pattern = Pattern(old.module.text, old.body, located)
-        if all(change.whole_lines and change.start == change.end for change in changes):
-            already_applied = [Pattern.of(change.text) for change in changes]
-        elif all(line.mark != "+" for line in lines):
-            already_applied = []
-    return Hunk(number, file, place, count, "if there" in notes, pattern, changes, already_applied, new.module.text)
+    result = Pattern(new.module.text, new.body) if any(line.mark == "+" for line in lines) else None
+    return Hunk(number, file, place, count, "if there" in notes, pattern, changes, result, new.module.text)
 
 
 @dataclass(frozen=True)
 class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
-    ``count`` is the required number of matches (None: at least one). If a pattern in ``already_applied`` matches, the
-    source already contains the hunk. A hunk that only inserts lines has a pattern in ``already_applied`` for each
-    insertion, and a hunk that only deletes lines has none. For any other hunk, the pattern is the whole new side.
+    ``count`` is the required number of matches (None: at least one). ``result`` is the new side as a pattern (None: the
+    hunk has no ``+`` lines). If it matches, the source already contains the hunk.
     """
 
     number: int
@@ -134,7 +130,7 @@ class Hunk:
     may_be_missing: bool
     pattern: Pattern | None
     changes: Sequence[Replacement]
-    already_applied: Sequence[Pattern]
+    result: Pattern | None
     new_text: str
 
     @property
@@ -150,9 +146,8 @@ class Hunk:
         if definition is None:
             return []
         matches = definition.exactly(self.count, self.pattern) if self.pattern else []
-        for result in self.already_applied:
-            if definition.has(result):
-                raise unrecognized(f"no `{result}`", definition, "it already")
+        if self.result and definition.has(self.result):
+            raise unrecognized(f"no `{self.result}`", definition, "it already")
         if self.pattern:
             return [change.edit(definition, match) for match in matches for change in self.changes]
         body = definition.node.body

@@ -258,7 +258,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = b", " (at least once)"), "found none"),
         (hunk(" x = a", " (0 times)"), "exactly 0 `x = a` .*, found 1"),
         (hunk("-b\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
-        (hunk(" x = a\n+x = run(x)"), "no `x = run.x.` in run .*, found it already"),
+        (hunk(" for y in b:\n+    x = run(x)\n     ..."), "no `for y in b:` in run .*, found it already"),
         (hunk(" x = a") + "@@ (or)\n x = run(x)", "one of 2 hunks in run, found 2"),
         (hunk(" x = b") + "@@ (or)\n x = c", "line 1 of the patch.; or .*line 3 of the patch"),
         (hunk(" x = a") + "@@ code.py other\n x = c", "one definition of other .*line 3 of the patch"),
