@@ -32,7 +32,6 @@ START, END = 0, 1
 """The edges of a node, as indexes into its span."""
 _BLOCKS = ("body", "handlers", "orelse", "finalbody")
 _UNKNOWN = re.compile(r"\.\.\.|\bANY\b")
-_COMPOUND = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.Await)
 
 
 class PatchError(ValueError):
@@ -246,13 +245,8 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Return ``text`` with the matched text of each ``ANY_NAME``, in parentheses if precedence may require them."""
-
-    def fill(name: re.Match[str]) -> str:
-        node = match.bound.names[name.group()]
-        return f"({definition.text(node)})" if isinstance(node, _COMPOUND) else definition.text(node)
-
-    return re.sub(r"\bANY_\w+", fill, text)
+    """Return ``text`` with the matched text of each ``ANY_NAME``."""
+    return re.sub(r"\bANY_\w+", lambda name: definition.text(match.bound.names[name.group()]), text)
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
