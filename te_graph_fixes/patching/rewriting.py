@@ -66,11 +66,7 @@ class Side:
     def __init__(self, lines: Sequence[Line], marks: str, name: str) -> None:
         self.lines = [line for line in lines if line.mark in marks]
         self.module = ModuleSource(name, name, as_python("\n".join(line.text for line in self.lines)))
-        try:
-            self.body = ast.parse(self.module.text).body
-        except SyntaxError as error:
-            number = self.lines[min(error.lineno or 1, len(self.lines)) - 1].number
-            raise PatchError(f"line {number}: {name} is not Python: {error.msg}") from error
+        self.body = self.module.tree.body
         self._statements: list[Any] = [
             node for part in self.body for node in ast.walk(part) if isinstance(node, (ast.stmt, ast.excepthandler))
         ]

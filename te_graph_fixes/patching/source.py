@@ -106,13 +106,8 @@ class Source:
         self._modules.clear()
 
     def _read(self, name: str) -> ModuleSource | None:
-        path = os.path.join(self.location, *name.split(".")[1:]) + ".py"
-        try:
-            return ModuleSource.of(name, path, Path(path).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            raise UnrecognizedError(f"cannot read the source of {name} in {self.location}: {error}") from error
+        path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
+        return ModuleSource.of(name, str(path), path.read_bytes()) if path.is_file() else None
 
 
 def _version(folder: str) -> str | None:
@@ -147,10 +142,7 @@ class ModuleSource:
 
     @cached_property
     def tree(self) -> ast.Module:
-        try:
-            return ast.parse(self.text, self.path)
-        except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10 for null bytes
-            raise UnrecognizedError(f"cannot parse {self.path}: {error}") from error
+        return ast.parse(self.text, self.path)
 
     @cached_property
     def starts(self) -> list[int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from te_graph_fixes.fix import Fix
 from te_graph_fixes.patching.source import (
     Definition,
     ModuleSource,
@@ -13,6 +14,7 @@ from te_graph_fixes.patching.source import (
     TENotFoundError,
     UnrecognizedError,
 )
+from te_graph_fixes.status import Verdict
 
 CODE = "transformer_engine.pytorch.code"
 
@@ -88,8 +90,9 @@ def test_a_module_that_is_missing(tmp_path: Path) -> None:
 )
 def test_a_module_that_cannot_be_read_or_parsed_is_unrecognized(tmp_path: Path, content: bytes) -> None:
     (tree(tmp_path) / "transformer_engine" / "pytorch" / "code.py").write_bytes(content)
-    with pytest.raises(UnrecognizedError, match=r"cannot (read|parse)"):
-        Source.at(tmp_path).module(CODE).definition("run")
+    found = Fix("", "@@ code.py run\n return x\n").assess(Source.at(tmp_path))
+    assert found.verdict == Verdict.UNRECOGNIZED
+    assert found.reason.startswith("reading the source failed: ")
 
 
 @pytest.mark.parametrize(
