@@ -19,6 +19,7 @@ from .. import fixes
 from ..decision import Decision, settings_conflict, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
+from ..fixes.shapes import REPLAY_STEPS
 from ..manifest import BAKE, UNDO
 from ..settings import DISABLE
 from ..status import BAKED, Status, Verdict
@@ -133,9 +134,10 @@ def explain(fix: Fix) -> Iterator[str]:
     # The first two paragraphs are the title and the links.
     _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")
     account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
+    own_patch = fix.patch.removeprefix(REPLAY_STEPS).rstrip()
     yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
-    yield f"\n{account}\n\nThe patch, with TE's own lines:\n{fix.patch.rstrip()}"
+    yield f"\n{account}\n\nThe patch, with TE's own lines:\n{own_patch}"
 
 
 def upstream(fix: Fix) -> str:

@@ -135,7 +135,8 @@ class World:
         original = Path(te_graph_fixes.__file__).parent
         shutil.copytree(original, folder / "te_graph_fixes", ignore=shutil.ignore_patterns("__pycache__", "fixes"))
         (folder / "te_graph_fixes" / "fixes").mkdir()
-        shutil.copy(original / "fixes" / "__init__.py", folder / "te_graph_fixes" / "fixes")
+        for name in ("__init__.py", "shapes.py"):
+            shutil.copy(original / "fixes" / name, folder / "te_graph_fixes" / "fixes")
         (folder / "te_graph_fixes" / "_version.py").write_text(f"version = {te_graph_fixes.__version__!r}\n")
         write(folder, TE)
         write(folder, {f"te_graph_fixes/fixes/{name}.py": FIX.format(**record) for name, record in CATALOGUE.items()})
