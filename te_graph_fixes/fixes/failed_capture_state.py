@@ -6,10 +6,10 @@ An exception in `make_graphed_callables` leaves the process in this state:
 
 - garbage collection is off
 - sample inputs and parameters have no ``.grad``
-- eager FP8 modules take the path of graphs, with the recipe and the forward hooks of the capture
-- delayed wgrads are out of order
+- eager FP8 modules behave as in a capture, in its recipe and with its forward hooks
+- the queues of delayed wgrads contain wgrads of the warmup
 - random states and FP8 scales have the values of the warmup
-- a first capture with cached weights leaves its skip flag
+- the skip flag exists if the capture was the first with cached weights
 
 If a forbidden operation invalidates the capture, the error "operation failed due to a previous error during capture"
 hides the first error. The stream of the capture stays current, and random numbers raise "Offset increment outside graph

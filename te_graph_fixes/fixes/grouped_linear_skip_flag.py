@@ -4,11 +4,12 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,
 https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
-`GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` in the slot ``skip_fp8_weight_update``. With
-cached weights, a graph then never quantizes its weights again, or it quantizes them at every microbatch and overwrites
-its wgrad. With the fix, the slot has the same value as in `Linear`. In a capture this is the skip flag, and if there is
-a flag, ``is_first_microbatch`` is set to False. Captures by `torch.cuda.graph` outside TE still read no flag here, as
-in TE up to 2.16. The index of the slot depends on the version (16, 18 or 19), so the patch finds it by its name.
+`GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` as ``skip_fp8_weight_update``. A graph with cached
+weights then repeats the microbatch of its capture. Unless this was the first microbatch, the graph never quantizes its
+weights again. Otherwise it quantizes them at every microbatch, and each fused wgrad overwrites ``main_grad`` instead of
+being added. With the fix, `GroupedLinear` passes the skip flag in a capture, as `Linear` does, and sets
+``is_first_microbatch`` to False if there is a flag. Captures by `torch.cuda.graph` outside TE still read no flag, as in
+TE up to 2.16. The position of the argument depends on the version, so the patch finds it by its name.
 """
 
 from ..fix import Fix

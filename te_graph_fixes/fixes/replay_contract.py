@@ -2,8 +2,8 @@
 
 Upstream: none yet, TE 2.10 to main
 
-With the fix, each replay checks its preconditions. No other graph has overwritten its data. Its modules, parameters and
-``main_grad`` are at the same addresses as in the capture, and the same parameters are trained. A replay raises
+With the fix, each replay checks its preconditions: no other graph has overwritten its data, its modules, parameters
+and ``main_grad`` are at the addresses of the capture, and the same parameters are trained. A replay raises
 `RuntimeError` if its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises
 an error depends only on the program.
 
