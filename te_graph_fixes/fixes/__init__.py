@@ -29,7 +29,7 @@ CATALOGUE = _catalogue()
 
 def assess(source: Source) -> dict[str, Assessment]:
     """Return the assessment of every fix, by matching the fix against the source of a TransformerEngine."""
-    if os.path.isdir(source.location) and not os.path.exists(os.path.join(source.location, "pytorch")):
+    if not os.path.isdir(os.path.join(source.location, "pytorch")):
         without = Assessment(Verdict.NOT_APPLICABLE, "this TransformerEngine is without PyTorch")
         return dict.fromkeys(CATALOGUE, without)
     version = parsed(source.version)

@@ -133,10 +133,6 @@ class Hunk:
     result: Pattern | None
     new_text: str
 
-    @property
-    def module(self) -> str:
-        return f"{PACKAGE}.{self.file.replace('/', '.')}"
-
     def fit(self, source: Source) -> list[Edit]:
         """Return the edits of the hunk. Raise `UnrecognizedError` if it does not fit.
 
@@ -153,12 +149,14 @@ class Hunk:
         body = definition.node.body
         first = body[1] if len(body) > 1 and ast.get_docstring(definition.node) is not None else body[0]
         start = lines_of(definition, first)[START]
-        return [Edit(self.module, start, start, indented(definition.module, first, f"{self.new_text}\n"))]
+        text = indented(definition.module, first, f"{self.new_text}\n")
+        return [Edit(definition.module.name, start, start, text)]
 
     def find(self, source: Source) -> Definition | None:
         """Return the function or class of the hunk; None if it is missing and the notes allow this."""
+        module = f"{PACKAGE}.{self.file.replace('/', '.')}"
         try:
-            return source.module(self.module).definition(self.place)
+            return source.module(module).definition(self.place)
         except UnrecognizedError:
             if self.may_be_missing:
                 return None
