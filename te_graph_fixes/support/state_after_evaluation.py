@@ -56,13 +56,12 @@ class RecipeStates:
         if not FP8GlobalStateManager.is_fp8_enabled():
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        compared: list[Any] = [recipe]
         resumed = []
         for module, states in self._held.items():
             is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
             is_known = self._is_operation or module in self._in_autocast or (module in self._known and not is_outside)
-            is_resumed = is_known or _equals(states[0].recipe, compared)
-            if is_resumed and not (self._follows(module, compared) and all(map(_State.is_current, states))):
+            is_resumed = is_known or states[0].recipe == recipe
+            if is_resumed and not (self._follows(module, recipe) and all(map(_State.is_current, states))):
                 resumed.append((module, states))
                 for state in states:
                     state.require_kind_in(recipe)
@@ -97,11 +96,12 @@ class RecipeStates:
                 "of the capture, or between two steps."
             )
 
-    def _follows(self, module: Any, compared: list[Any]) -> bool:
+    def _follows(self, module: Any, recipe: Any) -> bool:
         """Return whether an eager forward of the module would keep its FP8 state, because the recipe is unchanged."""
-        is_module = "fp8_meta" in vars(module)
-        runs_in_fp8 = not is_module or module.fp8 or module in self._in_bf16_last
-        return runs_in_fp8 and (not is_module or _equals(module.fp8_meta["recipe"], compared))
+        if "fp8_meta" not in vars(module):
+            return True
+        before = module.fp8_meta["recipe"]
+        return (module.fp8 or module in self._in_bf16_last) and (before is recipe or before == recipe)
 
 
 class _State:
@@ -194,20 +194,6 @@ class _State:
                     continue
                 buffers.global_amax_buffer[key][index] = history[0]
                 buffers.global_amax_history_buffer[key][index] = history
-
-
-def _equals(recipe: Any, compared: list[Any]) -> bool:
-    """Return whether ``recipe`` equals the first of the ``compared`` recipes, by value as in TE.
-
-    The other ``compared`` recipes are known to be equal. A new recipe object in each step is compared once, because all
-    modules have the object of the last step.
-    """
-    if recipe is compared[0] or recipe is compared[-1]:
-        return True
-    is_equal = bool(recipe == compared[0])
-    if is_equal:
-        compared.append(recipe)
-    return is_equal
 
 
 def _manager() -> Any:
