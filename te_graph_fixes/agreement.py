@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,8 +13,6 @@ from .messages import FixNotAppliedError, status_line
 from .status import Report, Status
 from .text import by_reason, named
 
-_RECORD = "<4si8x"
-"""The record of a rank: its digest, and the number of its problems."""
 _MOST_DESCRIBED = 8
 """The error describes up to this number of different records, and lists up to this number of ranges of ranks."""
 
@@ -41,7 +38,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_reason(_missing(own)).items()]
     if digest not in (None, own.digest):
         problems.append(f"expects digest {digest}")
-    ranks = _ranks_by_record(_gathered(struct.pack(_RECORD, bytes.fromhex(own.digest), len(problems)), group))
+    ranks = _ranks_by_record(_gathered([int(own.digest, 16), len(problems)], group))
     if not problems and len(ranks) == 1:
         return
     if group is not None:
@@ -59,31 +56,23 @@ def _missing(own: Report) -> dict[str, str]:
     return own.missing | own.having(Status.PENDING, Status.REVERTED)
 
 
-def _gathered(record: bytes, group: Any) -> bytes:
-    """Return the records of all ranks, in their order."""
+def _gathered(record: list[int], group: Any) -> list[list[int]]:
+    """Return the records of all ranks, in their order. Each number of a record has eight bytes."""
     import torch
     from torch import distributed
 
-    size = distributed.get_world_size(group)
-    records = torch.empty((size, len(record)), dtype=torch.uint8, device=_device(group))
-    distributed.all_gather([*records.unbind()], records.new_tensor([*record]), group)
-    return bytes(records.flatten().tolist())
-
-
-def _device(group: Any) -> str:
-    """Return the device on which the group communicates."""
-    from torch import distributed
-
     backend = str(distributed.get_backend(group))
-    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+    device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+    records = torch.empty((distributed.get_world_size(group), len(record)), dtype=torch.int64, device=device)
+    distributed.all_gather([*records.unbind()], records.new_tensor(record), group)
+    return list(records.tolist())
 
 
-def _ranks_by_record(records: bytes) -> list[list[int]]:
+def _ranks_by_record(records: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks that sent equal records, as one list for each different record, the longest list first."""
-    ranks: dict[bytes, list[int]] = {}
-    size = struct.calcsize(_RECORD)
-    for rank in range(len(records) // size):
-        ranks.setdefault(records[rank * size : (rank + 1) * size], []).append(rank)
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, record in enumerate(records):
+        ranks.setdefault(tuple(record), []).append(rank)
     return sorted(ranks.values(), key=len, reverse=True)
 
 
