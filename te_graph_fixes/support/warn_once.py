@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 
@@ -18,5 +19,6 @@ def warn_once(text: str, key: str = "", category: type[Warning] = UserWarning) -
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` skips these frames
         frame = frame.f_back
-    warnings.warn(text, category, stacklevel=level)
+    with contextlib.suppress(ValueError):  # the program has closed sys.stderr
+        warnings.warn(text, category, stacklevel=level)
     _warned.add(key or text)  # last, so that a warning that is turned into an error is raised each time

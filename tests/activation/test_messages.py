@@ -134,6 +134,11 @@ def test_the_line_never_raises(state: str) -> None:
         assert " rank=\\udcff te=212 " in done.stderr
 
 
+def test_a_warning_without_standard_error() -> None:
+    code = "import sys; from te_graph_fixes.activation import _warn; sys.stderr.close(); _warn('text')"
+    assert python("-c", code).returncode == 0
+
+
 FORK = """
 import os, signal, threading
 import te_graph_fixes
