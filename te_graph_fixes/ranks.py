@@ -37,4 +37,4 @@ def is_first_on_host() -> bool:
 
 
 def _first_set(names: tuple[str, ...]) -> str | None:
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+    return next((value for name in names if (value := os.environ.get(name, "").strip())), None)

@@ -73,6 +73,7 @@ MISSING = FixStatus(Status.FAILED, "another reason", (), ())
         ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "4", True),
         ({"PMI_RANK": "12", "MPI_LOCALRANKID": "0"}, "12", True),
         ({"PMI_RANK": "12"}, "12", False),
+        ({"RANK": " ", "LOCAL_RANK": ""}, "-", True),
     ],
 )
 def test_the_ranks_that_print_the_line(
