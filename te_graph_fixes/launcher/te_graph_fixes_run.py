@@ -34,11 +34,13 @@ class Activator:
 
         try:
             import te_graph_fixes  # noqa: F401
-        except ImportError as error:
+        except Exception as error:
             if os.environ.get("TE_GRAPH_FIXES", "").strip().lower() in OFF:
                 print_off_line()
                 sys.meta_path.remove(self)  # type: ignore[arg-type]
                 return None
+            if not isinstance(error, ImportError):
+                raise
             # Not an ImportError: TE would assume that torch is missing, and continue without its layers.
             raise RuntimeError(
                 "te-graph-fixes run: "
