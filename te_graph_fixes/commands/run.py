@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         if PRINT_ENV in options:
             if command:
                 raise ValueError(f"{PRINT_ENV} takes no command: its output is for `eval`.")
+            sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
             print(*(f"export {name}={shlex.quote(value)}" for name, value in variables().items()), sep="\n")
             return 0
         if not command or not command[0]:
