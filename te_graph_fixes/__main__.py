@@ -6,6 +6,7 @@ import signal
 import sys
 
 from .commands import NOT_USABLE
+from .text import print_stderr
 
 
 def main() -> int:
@@ -21,7 +22,7 @@ def main() -> int:
         if sys.stdout:  # None if it is closed
             sys.stdout.flush()
     except ImportError as error:
-        print(f"te-graph-fixes: {error}", file=sys.stderr)
+        print_stderr(f"te-graph-fixes: {error}")
         status = NOT_USABLE
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
@@ -29,7 +30,7 @@ def main() -> int:
         if isinstance(error, BrokenPipeError):
             status = 128 + signal.SIGPIPE
         else:
-            print(f"te-graph-fixes: {error}", file=sys.stderr)
+            print_stderr(f"te-graph-fixes: {error}")
     finally:
         if status and sys.argv[1:2] == ["run"] and "--print-env" in sys.argv:
             print("exit 1", flush=True)
