@@ -12,7 +12,8 @@ from collections.abc import Sequence
 _DROPS_VARIABLES = re.compile(
     r"""
     (?<![\w.-]) (?:
-        (?: sudo | ssh | su | runuser ) (?=\s)
+        (?: sudo | ssh | su | runuser | docker | podman | kubectl ) (?=\s)
+        | --(?: export[=\s]NONE | cleanenv ) (?!\S)
         | env (?: \s-u\s?\w+ | \s\w+=\S* )*? \s (?:
             (?: -\w*i\w* | - | --ignore-environment ) (?!\S) | (?: -u\s? | --unset= ) PYTHON (?:PATH|WARNINGS)
         )

@@ -22,6 +22,7 @@ from tests.support.published import source
 
 STATE = "import sys, transformer_engine.pytorch; print('te_graph_fixes' in sys.modules)"
 QUIET = {"TE_GRAPH_FIXES_DISABLE": ",".join(CATALOGUE), "TE_GRAPH_FIXES_VERBOSE": "0"}
+RUN = [sys.executable, "-m", "te_graph_fixes", "run"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -157,6 +158,7 @@ UNREACHED = (
         ("env -i {python} job.py", "env -i"),
         ("sh -c 'exec env -u PYTHONPATH -u PYTHONWARNINGS {python} job.py'", "env -u PYTHONPATH"),
         ("./isolated.py", "-I"),
+        ("sh -c 'exec env -i {python} job.py; srun --export=NONE python'", "--export=NONE"),
         ("{python} job.py -I", ""),
         ("{python} isolated.py", ""),
         ("env A=b {python} job.py", ""),
@@ -274,6 +276,12 @@ def test_print_env(run: Run, folder: Path) -> None:
     assert outcome(active) == (0, "True\n", "")
 
 
+def test_print_env_of_a_path_that_is_not_utf_8() -> None:
+    environment = os.environb | {b"PYTHONPATH": b"/\xff:" + os.fsencode(ROOT), b"PYTHONIOENCODING": b"utf-8"}
+    done = subprocess.run([*RUN, "--print-env"], env=environment, capture_output=True, check=True)
+    assert b":/\xff:" in done.stdout
+
+
 @pytest.mark.parametrize(("option", "value"), [("--check", "on"), ("--check=1,strict", "1,strict")])
 def test_print_env_of_a_check(run: Run, folder: Path, option: str, value: str) -> None:
     set_by_it = variables(run(option, "--print-env", path=first(folder, ROOT), TE_GRAPH_FIXES="off").stdout)
@@ -341,6 +349,7 @@ for _ in range(2):
     )
     done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder)
     assert outcome(done) == (0, f"works\n{said}{said}", "")
+    script(folder / "site" / "te_graph_fixes.py", "raise SyntaxError('not for this Python')")
     nonsense = dict.fromkeys(("TE_GRAPH_FIXES_DISABLE", "TE_GRAPH_FIXES_STRICT", "TE_GRAPH_FIXES_CHECK"), "nonsense")
     done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder, TE_GRAPH_FIXES=" OFF", **nonsense)
     assert (done.returncode, done.stdout) == (0, "works\n")
