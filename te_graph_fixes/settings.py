@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .launcher.te_graph_fixes_run import OFF, ON
 from .ranks import rank
 
 SWITCH = "TE_GRAPH_FIXES"
@@ -17,9 +18,6 @@ VARIABLES = (SWITCH, DISABLE, STRICT, CHECK, VERBOSE)
 
 UPSTREAM = "upstream"
 """The value of `SWITCH` that selects the fixes for bugs that upstream has fixed in a later release."""
-
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Settings:
 
 def is_off(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the variable `SWITCH` turns all fixes off."""
-    return environ.get(SWITCH, "").strip().lower() in _FALSE
+    return environ.get(SWITCH, "").strip().lower() in OFF
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -98,7 +96,7 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
 def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
     """Return the fixes that the variable `SWITCH` selects, by a word or by their ids; None for all fixes."""
     word = environ.get(SWITCH, "").strip().lower()
-    if word in _TRUE or not word:
+    if word in ON or not word:
         return None
     if is_off(environ):
         return frozenset()
@@ -112,13 +110,13 @@ def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
 def _flag(value: object, where: str) -> bool | None:
     """Return True if a value means yes, False if it means no, and None if it is empty."""
     if not _is_flag(value):
-        raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(_TRUE + _FALSE)}")
+        raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(ON + OFF)}")
     word = str(value).strip().lower()
-    return word in _TRUE if word else None
+    return word in ON if word else None
 
 
 def _is_flag(value: object) -> bool:
-    return str(value).strip().lower() in (*_TRUE, *_FALSE, "")
+    return str(value).strip().lower() in (*ON, *OFF, "")
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
