@@ -32,6 +32,7 @@ from .support.warn_once import warn_once
 
 if TYPE_CHECKING:
     from .decision import Decision
+    from .manifest import Manifest
     from .patching.installation import Installation
 
 _COPIED = "_make_graphed_callables"
@@ -256,7 +257,7 @@ class _Activation:
                 decision = decide(read(source), self._settings or Settings(frozenset()))
             manifest = decision.reading.manifest if decision else None
             is_loaded = self._decision is not None or loaded(PACKAGE)
-            baked = _baked_statuses(decision, is_loaded) if decision and manifest else {}
+            baked = _baked_statuses(decision, manifest, is_loaded) if decision and manifest else {}
             fixes = {}
             for fix in CATALOGUE.values():
                 status, reason = baked.get(fix.id) or self._status_of(fix.id, missing)
@@ -300,13 +301,11 @@ class _Activation:
         return Status.PENDING, missing or "TransformerEngine is not imported yet"
 
 
-def _baked_statuses(decision: Decision, is_loaded: bool) -> dict[str, tuple[Status, str]]:
+def _baked_statuses(decision: Decision, manifest: Manifest, is_loaded: bool) -> dict[str, tuple[Status, str]]:
     """Return the status of every fix and the reason, for a baked TE and the functions that this process has loaded."""
     from .patching.files import live_changes
 
     statuses = {fix_id: (fix.status, fix.reason) for fix_id, fix in decision.fixes.items()}
-    if (manifest := decision.reading.manifest) is None:
-        return statuses
     live = live_changes(decision.source, manifest.code) if is_loaded else ()
     for fix_id in statuses.keys() & manifest.having(Status.APPLIED):
         if not is_loaded:
