@@ -43,12 +43,9 @@ class Activator:
                 raise
             # Not an ImportError: TE would assume that torch is missing, and continue without its layers.
             raise RuntimeError(
-                "te-graph-fixes run: "
-                + str(sys.executable)
-                + " cannot import te_graph_fixes ("
-                + str(error)
-                + "), so TransformerEngine would run without the fixes. Install te-graph-fixes for this interpreter, "
-                + "or start it without `te-graph-fixes run`."
+                f"te-graph-fixes run: {sys.executable} cannot import te_graph_fixes ({error}), so TransformerEngine "
+                "would run without the fixes. Install te-graph-fixes for this interpreter, or start it without "
+                "`te-graph-fixes run`."
             ) from error
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         return importlib.util.find_spec(name)
