@@ -124,9 +124,8 @@ class _Activation:
                 "The fixes cannot be applied while this thread is importing TransformerEngine. "
                 "Import te_graph_fixes before TransformerEngine, or after it."
             )
-        with self._lock:
-            if self._decision is None:  # else the hook has already applied the fixes in another thread
-                self._apply()
+        if self._decision is None:  # else the hook has already applied the fixes in another thread
+            self._apply()
 
     def deactivate(self) -> None:
         """Revert every fix, and apply none if TE is imported later. Other packages' changes to TE's code remain."""
@@ -173,6 +172,10 @@ class _Activation:
         """Apply the fixes to the imported TE, and print the status line."""
         from .manifest import UNDO
 
+        with contextlib.suppress(ImportError):  # `report` raises it again, unless the fixes are off
+            # Not under the lock: a child forked during an import waits for ever if it imports the same module.
+            from .decision import settings_conflict
+
         with self._lock:
             settings = self._settings
             if settings is None:  # deactivated
@@ -186,8 +189,6 @@ class _Activation:
             report = self._report_if_off() if settings.off else self.report()
             decision, problems = self._decision, ""
             if not settings.off:
-                from .decision import settings_conflict
-
                 conflict = (decision.outdated or settings_conflict(decision)) if decision else ""
                 problems = "\n".join(filter(None, [conflict, problem_summary(report)]))
             if problems and settings.strict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import platform
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,27 @@ print(status)
 
 def test_a_fork_while_another_thread_applies_the_fixes() -> None:
     assert python("-c", FORK).stdout == "0\n"
+
+
+IMPORTS = """
+import sys
+from te_graph_fixes.activation import _activation
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("te_graph_fixes"):
+            print(name.partition(".")[2], _activation._lock._is_owned())
+
+sys.meta_path.insert(0, Finder())
+import transformer_engine.pytorch
+"""
+
+
+def test_no_module_is_imported_under_the_lock(tmp_path: Path) -> None:
+    """A child that is forked during an import waits for ever if it imports the same module."""
+    for name in ("transformer_engine", "transformer_engine/pytorch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    lines = python("-W", "ignore", "-c", IMPORTS, path=tmp_path).stdout.splitlines()
+    assert "decision False" in lines
+    assert not [line for line in lines if line.endswith("True")]
