@@ -10,7 +10,7 @@ from typing import Any
 
 from .activation import report
 from .messages import FixNotAppliedError, status_line
-from .status import Report, Status
+from .status import Status
 from .text import by_reason, named
 
 _MOST_DESCRIBED = 8
@@ -35,7 +35,10 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     if distributed.get_rank(group) < 0:
         raise ValueError("This process does not belong to the group. Pass a group that contains it.")
     own = report()
-    problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_reason(_missing(own)).items()]
+    missing = own.missing | own.having(Status.PENDING, Status.REVERTED)
+    problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_reason(missing).items()]
+    if own.mode == "off":
+        problems = ["all fixes are off"]
     if digest not in (None, own.digest):
         problems.append(f"expects digest {digest}")
     ranks = _ranks_by_record(_gathered([int(own.digest, 16), len(problems)], group))
@@ -47,13 +50,6 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     details = {"line": line, "active": own.active, "problems": problems}
     described = [_details_of(same[0], details, group) for same in ranks[:_MOST_DESCRIBED]]
     raise FixNotAppliedError(_difference(ranks, described))
-
-
-def _missing(own: Report) -> dict[str, str]:
-    """Return the reasons of the fixes that are missing. In a process without fixes, all fixes are missing."""
-    if own.mode == "off":
-        return {fix_id: fix.reason for fix_id, fix in own.fixes.items()}
-    return own.missing | own.having(Status.PENDING, Status.REVERTED)
 
 
 def _gathered(record: list[int], group: Any) -> list[list[int]]:
