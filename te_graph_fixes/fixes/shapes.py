@@ -44,7 +44,9 @@ REPLAY_STEPS = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
  class Graphed(torch.autograd.Function):
      ...
-+replay.surround(Graphed)
++
++replay.surround_forward(Graphed)
++replay.surround_backward(Graphed)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized (at its start)
 +register_states = user_kwargs.pop("_register_states", None)
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.functionalized
@@ -55,11 +57,11 @@ REPLAY_STEPS = """
 +flatten_user_kwargs, kwargs_spec = _tree_flatten(ANY)
 @@
 +call = replay.check(
-+    skip_fp8_weight_update,
-+    (*flatten_user_args, *flatten_user_kwargs),
-+    (args_spec, kwargs_spec),
-+    user_kwargs,
-+    register_states,
++    skip_update=skip_fp8_weight_update,
++    inputs=(*flatten_user_args, *flatten_user_kwargs),
++    specs=(args_spec, kwargs_spec),
++    keywords=user_kwargs,
++    register_states=register_states,
 +)
  func_args = tuple(flatten_user_args) + tuple(flatten_user_kwargs) + module_params
 @@

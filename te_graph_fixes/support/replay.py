@@ -7,17 +7,14 @@ and the steps that fixes have added. TE's forward, backward and `backward_dw` ru
 phase             when                                                                arguments of a step
 ================  ==================================================================  ==============================
 forward check     after TE's own checks of the arguments                              call
-forward prepare   at the start of `Graphed.forward`, without grad mode                call
-                  then TE copies the inputs and replays the forward
-forward deliver   after that, before autograd records the outputs                     ctx, outputs -> outputs
+forward prepare   before TE copies inputs and replays the forward, without grad mode  call
+forward deliver   after the replay, before autograd records the outputs               ctx, outputs -> outputs
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
-backward prepare  next                                                                ctx
-                  then TE copies grad outputs, replays the dgrad, updates FP8 scales
-backward deliver  after that                                                          ctx, gradients -> gradients
+backward prepare  before TE copies grad outputs and replays the dgrad                 ctx
+backward deliver  after the replay of the dgrad and TE's update of FP8 scales         ctx, gradients -> gradients
 wgrad check       in `backward_dw`, if a wgrad was captured                           none
-wgrad prepare     next                                                                None
-                  then TE replays the wgrad
-wgrad deliver     after that, before TE runs the hooks of gradients                   none
+wgrad prepare     before the replay of the wgrad                                      None
+wgrad deliver     after the replay of the wgrad, before TE runs hooks of gradients    none
 ================  ==================================================================  ==============================
 
 Among the steps, only a check may refuse a replay. A check raises an error and writes only to its call, so a refused
@@ -117,27 +114,17 @@ The comments name each order that is necessary. Any other order changes at most 
 
 
 class Call:
-    """One replay of a forward. Its backward finds it in ``ctx.call``.
+    """One replay of a forward. Its backward finds it in ``ctx.call``."""
 
-    ``inputs`` are the leaves of the user's arguments, ``specs`` are their structures, and ``keywords`` are all keyword
-    arguments. Their tensors are dropped after the replay. ``skip_update`` is TE's argument: True if a graph that caches
-    FP8 weights reuses them, and None if it caches none. ``reuses_weights`` equals ``skip_update``, unless the graph has
-    flags of its own. ``register_states`` is TE's function that registers FP8 states for updates of scales, or None
-    outside of an FP8 autocast. ``takes_grads``: the forward was called in grad mode.
-
-    `replay-contract` reads ``in_backward``, ``has_hooks`` (of a checkpoint), ``in_checkpoint`` and ``time``.
-    """
-
-    resumed: Sequence[Any] = ()
-    """Pairs of a module and its recipe states in the graph, which become the states of the module."""
-    copied_inputs: Sequence[int] = ()
-    """The indexes of inputs whose gradients are returned as copies."""
-    was_first_module = False
-    """Before the forward, no module of the autocast had taken the flag of the first FP8 module."""
-    updates_backward = False
-    """A step of the backward, instead of TE, updates the scales of all backwards."""
-    in_backward = has_hooks = in_checkpoint = copies_outputs = False
-    time = 0
+    resumed: Sequence[Any] = ()  # the modules with the recipe states of the graph, which replace theirs
+    copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
+    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module before
+    updates_backward = False  # True if a step of the backward updates the scales of all backwards instead of TE
+    in_backward = False  # True if the forward was run in a backward
+    has_hooks = False  # True if the forward was run under the hooks of a checkpoint
+    in_checkpoint = False  # True if the forward was run in a checkpoint
+    copies_outputs = False  # True if the outputs are returned as copies
+    time = 0  # of the replay, in the memory pool
 
     def __init__(
         self,
@@ -147,8 +134,12 @@ class Call:
         keywords: Mapping[str, Any],
         register_states: Callable[[], None] | None,
     ) -> None:
-        self.skip_update = self.reuses_weights = skip_update
-        self.inputs, self.specs, self.keywords, self.register_states = inputs, specs, keywords, register_states
+        self.skip_update = skip_update  # True if a graph that caches FP8 weights reuses them, None if it caches none
+        self.reuses_weights = skip_update  # or the flags of the graph, if it has flags of its own
+        self.inputs = inputs  # the leaves of the user's arguments, dropped after the replay
+        self.specs = specs  # the structures of the arguments
+        self.keywords = keywords  # all keyword arguments, dropped after the replay
+        self.register_states = register_states  # TE's registration of FP8 states, or None outside of an FP8 autocast
         self.takes_grads = torch.is_grad_enabled()
 
 
@@ -188,27 +179,34 @@ class Replay:
             for return_state in reversed(returns):
                 return_state()
 
-    def check(self, *arguments: Any) -> Call:
+    def check(self, **facts: Any) -> Call:
         """Return the call of a forward, with the arguments of `Call`, unless a check refuses it."""
-        call = Call(*arguments)
+        call = Call(**facts)
         for step in self._steps["forward check"]:
             step(call)
         return call
 
-    def surround(self, function: Any) -> None:
-        """Make TE's autograd function run the steps before and after its forward and backward.
+    def surround_forward(self, function: Any) -> None:
+        """Make TE's autograd function run the steps before and after its forward.
 
-        Its forward then takes a `Call` in place of TE's first argument, ``skip_fp8_weight_update``.
+        The forward then takes a `Call` in place of TE's first argument, ``skip_fp8_weight_update``.
         """
-        te_forward, te_backward = function.forward, function.backward
+        te_forward = function.forward
 
         def forward(ctx: Any, call: Call, *arguments: Any) -> Any:
             ctx.call = call
             outputs = self._replay("forward prepare", call, te_forward, ctx, call.skip_update, *arguments)
             for step in self._steps["forward deliver"]:
                 outputs = step(ctx, outputs)
-            call.inputs, call.keywords = (), {}
+            call.inputs = ()
+            call.keywords = {}
             return outputs
+
+        function.forward = staticmethod(forward)
+
+    def surround_backward(self, function: Any) -> None:
+        """Make TE's autograd function run the steps before and after its backward."""
+        te_backward = function.backward
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             for step in self._steps["backward check"]:
@@ -218,7 +216,7 @@ class Replay:
                 grad_inputs = step(ctx, grad_inputs)
             return grad_inputs
 
-        function.forward, function.backward = staticmethod(forward), staticmethod(backward)
+        function.backward = staticmethod(backward)
 
     def wgrad(self, replay: Callable[[], None]) -> None:
         """Run TE's ``replay`` of the wgrad and the steps around it."""
