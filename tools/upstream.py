@@ -1,9 +1,9 @@
 """Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
 
-For each report that applies to the checkout, FOLDER gets a folder with the text (``report.md``), the patch of the fix
-(``fix.patch``) and the patch of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). Both patches are for
-``git apply``. A patch does not contain the fixes that its fix requires. The first line of the report names these fixes.
-New modules get the header of the checkout's own graph.py.
+FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
+(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). They are for ``git apply``.
+``fix.patch`` does not contain the fixes that its fix requires. They are in ``required.patch``, and the first line of
+the report names them. New modules get the header of the checkout's own graph.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from te_graph_fixes.fix import Assessment
 from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
+
+from .reduced import reduced
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "upstream"
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def write_report(fix: str, found: Mapping[str, Assessment], source: Source, checkout: Path, folder: Path) -> None:
-    """Write the text and both patches of one report."""
+    """Write the text and the patches of one report."""
     folder.mkdir(parents=True, exist_ok=True)
     # A fix has more required fixes than each fix that it requires, so it comes after them.
     names = sorted(with_required([fix]) - {fix}, key=lambda name: (len(with_required([name])), name))
@@ -52,13 +54,14 @@ def write_report(fix: str, found: Mapping[str, Assessment], source: Source, chec
     before = changed_files(source, required, header)
     after = changed_files(source, {**required, fix: found[fix]}, header)
     originals = {path: (checkout / path).read_text() for path in after if (checkout / path).exists()}
-    (folder / "fix.patch").write_text(
-        "".join(diff(path, before.get(path, originals.get(path, "")), text) for path, text in after.items())
-    )
+    before = originals | before
+    (folder / "fix.patch").write_text(diffs(before, after))
     tests = (checkout / TEST_FILE).read_text()
     (folder / "test.patch").write_text(diff(TEST_FILE, tests, with_test(tests, (REPORTS / f"{fix}.py").read_text())))
     text = re.sub(r"\s\(\[details\]\([^)]*\)\)", "", (REPORTS / f"{fix}.md").read_text())
-    note = f"*Apply after the patches of: {', '.join(required)}.*\n\n" if required else ""
+    note = f"*Apply after required.patch, the fixes {', '.join(required)}.*\n\n" if required else ""
+    if required:
+        (folder / "required.patch").write_text(diffs(originals, before))
     (folder / "report.md").write_text(note + text)
 
 
@@ -69,7 +72,7 @@ def license_header(text: str) -> str:
 
 def changed_files(source: Source, changes: Mapping[str, Assessment], header: str) -> dict[str, str]:
     """Return the text of each file that the fixes change or add, by its path in the checkout."""
-    files = {}
+    changes, files = reduced(changes), {}
     for name, (old, new) in patched(source, changes).items():
         path = f"{name.replace('.', '/')}.py"
         module = source.find(name)
@@ -118,6 +121,11 @@ def with_test(tests: str, test: str) -> str:
     anchor = "from utils import"
     tests = tests.replace(anchor, "".join(f"{line}\n" for line in imports) + anchor, 1)
     return "\n\n\n".join([tests.rstrip("\n"), *definitions]) + "\n"
+
+
+def diffs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the unified diffs of all files in ``after``. Files that are not in ``before`` are new."""
+    return "".join(diff(path, before.get(path, ""), text) for path, text in after.items())
 
 
 def diff(path: str, before: str, after: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from te_graph_fixes.fixes import CATALOGUE
 from tests.support.child import ROOT, on_simulator
 from tests.support.published import TE as TriedTE
-from tests.support.published import VERSIONS, copy_of, source
+from tests.support.published import VERSIONS, copy_of, examined, source
 from tools import upstream
 
 pytestmark = pytest.mark.te
@@ -52,9 +53,38 @@ def test_a_test_for_te_fails_without_the_fixes_and_passes_with_them(fix: str, tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fix", TESTS)
-def test_a_test_for_te_passes_with_its_patch_only(fix: str, tried_te: TriedTE) -> None:
+def test_a_test_for_te_passes_with_its_patch(fix: str, tried_te: TriedTE, tmp_path: Path) -> None:
     tried_te.require(fix)
-    require_passed(run_test(fix, fix, tried_te))
+    root = Path(tried_te.path or Path(examined("installed")[0].location).parent)
+    checkout = checkout_with_patch(fix, root, tmp_path)
+    require_passed(run_test(fix, "off", replace(tried_te, path=str(checkout))))
+
+
+@pytest.mark.parametrize("fix", ["grad-added-mark", "backward-amax-reduction", "state-after-evaluation"])
+def test_a_patch_contains_only_used_parts_of_the_spine(fix: str, tmp_path: Path) -> None:
+    checkout = checkout_with_patch(fix, source(VERSIONS[-1]), tmp_path)
+    spine = (checkout / upstream.GRAPH_FILE).with_name("_te_replay.py").read_text()
+    text = "".join(path.read_text() for path in (checkout / "transformer_engine").rglob("*.py"))
+    phases = set(re.findall(r'_(?:steps\[|replay\()"(\w+ \w+)"', spine))
+    assert phases == set(re.findall(r'\.add\(\s*"(\w+ \w+)", ', text))
+    assert set(re.findall(r"^    def ([a-z]\w+)", spine, re.MULTILINE)) <= set(re.findall(r"\.(\w+)\(", text))
+
+
+def checkout_with_patch(fix: str, root: Path, folder: Path) -> Path:
+    """Return a copy of a TE with the patches of one report."""
+    checkout = checkout_of(root, folder / "te")
+    upstream.main([str(checkout), str(folder), fix])
+    patches = [folder / fix / name for name in ("required.patch", "fix.patch")]
+    apply_patches(checkout, *(patch for patch in patches if patch.exists()))
+    return checkout
+
+
+def checkout_of(root: Path, folder: Path) -> Path:
+    """Return a copy of a TE, with a file of tests."""
+    tests = copy_of(root, folder) / upstream.TEST_FILE
+    tests.parent.mkdir(parents=True)
+    tests.write_text("import torch\nfrom utils import reset_rng_states\n\nreset_rng_states()\n")
+    return folder
 
 
 def require_passed(done: subprocess.CompletedProcess[str]) -> None:
@@ -67,33 +97,10 @@ def apply_patches(checkout: Path, *patches: Path) -> None:
     subprocess.run(["git", "-C", str(checkout), "apply", *map(str, patches)], env=environment, check=True)
 
 
-def required_patches(report: Path) -> list[str]:
-    """Return the fixes that the first line of a report names, in the order of their patches; [] if there are none."""
-    found = re.match(r"\*Apply after the patches of: (.*)\.\*\n", (report / "report.md").read_text())
-    return found[1].split(", ") if found else []
-
-
-@pytest.mark.parametrize("fix", ["skip-flag-reset", "state-after-evaluation"])
-def test_patches_apply_after_the_required_ones(fix: str, tmp_path: Path) -> None:
-    checkout, folder = copy_of(source(VERSIONS[-1]), tmp_path / "te"), tmp_path / "reports"
-    tests = checkout / upstream.TEST_FILE
-    tests.parent.mkdir(parents=True)
-    tests.write_text("from utils import reset_rng_states\n")
-    upstream.main([str(checkout), str(folder), fix])
-    required = required_patches(folder / fix)
-    assert required
-    upstream.main([str(checkout), str(folder), *required])
-    for name in [*required, fix]:
-        apply_patches(checkout, folder / name / "fix.patch")
-
-
 def test_a_report_is_ready_to_send(tmp_path: Path) -> None:
-    checkout, folder = tmp_path / "te", tmp_path / "reports"
-    copy_of(source(VERSIONS[-1]), checkout)
+    checkout, folder = checkout_of(source(VERSIONS[-1]), tmp_path / "te"), tmp_path / "reports"
     tests = checkout / upstream.TEST_FILE
-    tests.parent.mkdir(parents=True)
-    before = "import torch\nfrom utils import reset_rng_states\n\nreset_rng_states()\n"
-    tests.write_text(before)
+    before = tests.read_text()
     upstream.main([str(checkout), str(folder), "calibration-recipe", "warmup-main-grads"])
     assert sorted(path.name for path in folder.iterdir()) == ["calibration-recipe", "warmup-main-grads"]
     for report in folder.iterdir():
