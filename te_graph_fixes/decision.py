@@ -104,7 +104,7 @@ class Decision:
 
 
 def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | None = None) -> Decision:
-    """Combine verdicts and settings into a decision. ``failures`` are the reasons of fixes that fail in this process.
+    """Return the decision on verdicts and settings. ``failures`` are the reasons of fixes that fail in this process.
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """

@@ -242,7 +242,7 @@ class EagerReference:
         return modules + manager + parts + self.state()
 
     def _register(self, register: Any, fp8_meta: Values) -> None:
-        """Register a submodule's FP8 state with TE. Raise for other modules, because their state is not restored."""
+        """Register a submodule's FP8 state with TE. Raise an error for another module, whose state is not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
             raise NotIsolatedError("it runs a module that is not one of its submodules, with FP8 state of its own")

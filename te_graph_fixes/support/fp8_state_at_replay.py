@@ -30,8 +30,8 @@ _DEPTH, _FIRST_MODULE = (
 _POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED_INSIDE = (
     "A captured module runs an FP8 module twice, each time in an autocast of its own with delayed scaling. Eager "
-    "training updates the scales in between, and a graph cannot. Enter one autocast around both calls, or capture the "
-    "two calls separately"
+    "training updates the scales in between, but a graph cannot update them. Enter one autocast around both calls, or "
+    "capture the two calls separately."
 )
 _NO_COPY = (
     "A graph in delayed scaling is recomputed by te.checkpoint, but its first forward ran without this checkpoint, so "
@@ -39,8 +39,8 @@ _NO_COPY = (
 )
 _MIXED_COPIES = (
     "A captured module has a checkpoint inside a te.checkpoint, in delayed scaling. TransformerEngine then recomputes "
-    "with the scales of an earlier forward, and a graph cannot. Remove one of the two checkpoints, use another recipe, "
-    "or do not capture the module"
+    "with the scales of an earlier forward, which a graph does not have. Remove one of the two checkpoints, use "
+    "another recipe, or do not capture the module."
 )
 
 

@@ -88,7 +88,7 @@ class Plan:
             if entry.kind == WGRAD and not delays:
                 raise RuntimeError(
                     f"_order[{position}] is a wgrad, but no module of chunk {entry.chunk + 1} in training mode delays "
-                    "its wgrad. Build one with delay_wgrad_compute=True, or remove the entry."
+                    "its wgrad. Build a module with delay_wgrad_compute=True, or remove the entry."
                 )
             if entry.kind == DGRAD:
                 yield layer, False
@@ -183,7 +183,7 @@ def parse(order: Iterable[Any]) -> list[Entry]:
         if not forwards == dgrads == microbatches > 0 or wgrads not in (0, microbatches):
             raise ValueError(
                 f"_order has {forwards} forwards, {dgrads} dgrads and {wgrads} wgrads of chunk {chunk}. Each chunk "
-                f"needs {microbatches} forwards and dgrads, as chunk 1 has forwards, and as many wgrads or none"
+                f"needs {microbatches} forwards and dgrads, the number of forwards of chunk 1, and as many wgrads or none"
             )
     entries = {}
     for (kind, chunk), of_microbatches in [*positions.items()]:

@@ -105,8 +105,9 @@ class SampleArguments:
                 )
         if any(not isinstance(dtype, type) for _, dtype, _ in others) and not torch.is_autocast_enabled():
             warn_once(
-                f"{self._graph} was captured for inputs of {[*sample_dtypes]}, and got {[*dtypes]}. It casts them, but "
-                "eager training may not. Capture it with sample arguments of these dtypes, or cast the inputs first."
+                f"{self._graph} was captured for inputs of {[*sample_dtypes]}, and got {[*dtypes]}. The graph casts "
+                "them, but eager training may not. Capture it with sample arguments of these dtypes, or cast the "
+                "inputs first."
             )
 
     def _broadcasts(

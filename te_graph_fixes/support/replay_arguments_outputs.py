@@ -25,7 +25,8 @@ def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffe
 def refuse_backward(_ctx: Any) -> None:
     """Raise RuntimeError, because no backward was captured."""
     raise RuntimeError(
-        "This graph was captured for a forward alone: under torch.no_grad(), or with outputs that need no gradient"
+        "This graph has no backward, because it was captured under torch.no_grad(), or its outputs needed no gradient. "
+        "Capture it for training."
     )
 
 

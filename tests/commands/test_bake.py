@@ -473,7 +473,7 @@ def test_an_overlay(small: Path, tmp_path: Path, cli: Cli) -> None:
         assert Path(file).relative_to(folder) == Path(path).relative_to(small)
         shutil.copy(file, path)
     assert cli("bake", "--check", "--source", small)[0] == 0
-    assert "to remove an overlay, its mounts" in cli("bake", "--undo", "--source", small)[2]
+    assert "To remove an overlay, remove its mounts" in cli("bake", "--undo", "--source", small)[2]
 
 
 def test_a_bake_that_breaks_te_is_undone(small: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

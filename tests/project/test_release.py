@@ -104,7 +104,7 @@ VERSION = "import te_graph_fixes; print(te_graph_fixes.__version__)"
 
 
 def version_of(folder: Path) -> str:
-    """Return the version that a Python with ``folder`` on its path imports."""
+    """Return the version of te_graph_fixes that a Python imports with ``folder`` on its path."""
     environment = {"PYTHONPATH": str(folder), "TE_GRAPH_FIXES": "off"}
     command = [sys.executable, "-c", VERSION]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)

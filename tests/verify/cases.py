@@ -1,4 +1,4 @@
-"""The registry of cases. This module imports neither torch nor TransformerEngine (TE)."""
+"""The registry of the cases of `tests.verify`. This module imports neither torch nor TransformerEngine (TE)."""
 
 from __future__ import annotations
 

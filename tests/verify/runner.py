@@ -122,7 +122,7 @@ class Row:
 
 
 class Child:
-    """A process that runs cases. It starts on demand, and restarts after it has ended."""
+    """A process that runs cases. It starts for the first case, and again for the next case after it has ended."""
 
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ

@@ -182,7 +182,7 @@ def warned(t: Training, words: str, x: torch.Tensor) -> None:
             t.see("warned", torch.ones(1))
 
 
-cast_input = event(lambda t: warned(t, "It casts them", random().float()), "cast_input")
+cast_input = event(lambda t: warned(t, "The graph casts them", random().float()), "cast_input")
 outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", random()), "outside_of_the_autocast")
 
 
