@@ -29,8 +29,7 @@ from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ module/base.py TransformerEngineBaseModule.prepare_forward
- if not FP8GlobalStateManager.fp8_graph_capturing():
-     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+ self.init_fp8_metadata(num_gemms=num_gemms)
 +if hasattr(FP8GlobalStateManager, "fp8_capture"):
 +    from .._te_fp8_state_at_replay import use_fp8_state
 +
@@ -40,7 +39,7 @@ PATCH = """
  for idx, op in enumerate(self._basic_ops):
      op.pre_fuser_forward(requires_grad=idx >= self.first_op_requiring_backward)
 +if hasattr(FP8GlobalStateManager, "fp8_capture") or hasattr(self, "was_captured"):
-+    if recipe is not None and recipe.delayed():
++    if recipe is not None:
 +        from .._te_fp8_state_at_replay import use_fp8_state_of_operations
 +
 +        use_fp8_state_of_operations(self)

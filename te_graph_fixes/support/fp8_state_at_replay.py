@@ -62,7 +62,7 @@ class UsedState:
     of_modules: list[dict[str, Any]] = field(default_factory=list)
     """The states that are copied for a recomputation. Operations of `te.ops` copy no state."""
     owners: list[Any] = field(default_factory=list)
-    """The modules and operations with these states."""
+    """The modules and operations that compute in FP8, in any recipe."""
     in_autocast: list[Any] = field(default_factory=list)
     """The owners that use the recipe of the autocast of the capture."""
     has_first_module: bool = False
@@ -225,27 +225,27 @@ class Capture:
             module.fp8 = in_fp8
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
-        """Note the states of a forward and their owners. In the warmup, save the values of the states instead."""
+        """Note the owners of FP8 states, and delayed-scaling states. In the warmup, save the values of the latter."""
+        delayed = [fp8_meta for fp8_meta in fp8_metas if _is_delayed(fp8_meta)]
         if not torch.cuda.is_current_stream_capturing():
-            for fp8_meta in fp8_metas:
+            for fp8_meta in delayed:
                 self._save(fp8_meta)
             return
         used = self.used
         used.owners += owners
         if FP8GlobalStateManager.get_autocast_state()[-1]:
-            own = [_own_recipe(fp8_meta) for fp8_meta in fp8_metas]
-            used.in_capture += zip(fp8_metas, own, strict=True)
-            used.in_autocast += [] if any(own) else owners
+            used.in_capture += [(fp8_meta, _own_recipe(fp8_meta)) for fp8_meta in delayed]
+            used.in_autocast += [] if any(map(_own_recipe, fp8_metas)) else owners
         else:
-            for number in map(id, fp8_metas):
+            for number in map(id, delayed):
                 used.updated_inside |= self._updates_before_use.setdefault(number, self._updates) != self._updates
-        if needs_backward:
+        if needs_backward and delayed:
             self._first_modules += is_first_module()
-            for number in map(id, fp8_metas):
+            for number in map(id, delayed):
                 before = self._first_modules_before_use.setdefault(number, self._first_modules)
                 used.updated_in_backward |= before != self._first_modules
         if of_module:
-            used.of_modules.extend(fp8_metas)
+            used.of_modules += delayed
 
     def _save(self, fp8_meta: dict[str, Any]) -> None:
         """Save the scales and histories from before the warmup, in host memory."""
@@ -341,14 +341,14 @@ def _capture_of_forward() -> Capture | None:
 
 
 def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
-    """Note the delayed-scaling state of a module during its forward with the input ``inp``."""
-    if capture := _capture_of_forward():
+    """Note the FP8 state of a module during its forward with the input ``inp``."""
+    if module.fp8 and (capture := _capture_of_forward()):
         needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, *module.parameters()))
         capture.use([module], [module.fp8_meta], needs_backward, of_module=True)
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
-    """Note the delayed-scaling states of operations during their forward.
+    """Note the FP8 states of operations during their forward.
 
     TE registers the state of an operation when creating it, but not in a capture. Therefore, operations that have been
     captured register their states in every eager forward, as modules do.
@@ -396,6 +396,10 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
         return True
     metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
     return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
+
+
+def _is_delayed(fp8_meta: dict[str, Any]) -> bool:
+    return any(getattr(fp8_meta.get(key), "amax_history", None) is not None for key in KEYS)
 
 
 def _own_recipe(fp8_meta: dict[str, Any]) -> Any:

@@ -19,9 +19,8 @@ STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 class RecipeStates:
     """The recipe states of the modules and operations that a graph uses.
 
-    In delayed scaling, the capture records them (``replay.fp8_state``). Other recipes have no values to own, and
-    the record does not contain them. Their states are those of all modules of ``function`` that last ran in FP8, and
-    only serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
+    The capture records their owners (``replay.fp8_state``). Only states in delayed scaling have values to own. The
+    other states only serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
     """
 
     def __init__(self, replay: Any, function: Any, known: Collection[Any]) -> None:
@@ -36,7 +35,7 @@ class RecipeStates:
         self._name, self._replacements_before = replay.name, 0
         for module in modules:
             states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
-            if states and (module in used.owners if states[0].is_delayed else vars(module).get("fp8", True)):
+            if states and module in used.owners:
                 self._held[module] = states
                 if not vars(module).get("fp8", True):
                     self._in_bf16_last.add(module)

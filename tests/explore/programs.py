@@ -368,6 +368,12 @@ FOUND = {
     "the scales of a graph in a checkpoint outside of FP8 autocasts, which TE copies from 2.20 on": Program(
         modules=("OwnAutocast",), other="delayed", checkpoints=("te",), inference="first", events=("infer", "step")
     ),
+    "a module in a list, which a replay left in the recipe of an evaluation": Program(
+        modules=("Listed",),
+        recipe="current",
+        other="delayed",
+        events=("evaluate_in_other", "step", "evaluate_in_other", "step", "evaluate_in_other"),
+    ),
 }
 """Programs that have found bugs of this package, by the bug. The bugs are fixed."""
 
