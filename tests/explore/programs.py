@@ -110,7 +110,11 @@ RULES: dict[str, Callable[[Program], Any]] = {
         )
     ),
     "in delayed scaling, attention gets FP8 tensors, which the simulator cannot capture": lambda p: (
-        not (p.fp8_attention and p.recipe == "delayed" and {*ATTENTION} & {*p.modules})
+        not (
+            p.fp8_attention
+            and "delayed" in (p.recipe, p.other if "switch_recipe" in p.events else "")
+            and {*ATTENTION} & {*p.modules}
+        )
     ),
     "modules and hooks that communicate need ranks": lambda p: (
         p.ranks or not (p.hooks in ("reduces", "ddp") or {*OF_RANKS} & {*p.modules})
