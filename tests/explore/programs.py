@@ -215,6 +215,15 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "TE's eager backward_dw in FP8 reads the .grad of a bias, but the caller has taken it": lambda p: (
         not (p.delay and p.bias and p.takes_grads and p.recipe != "bf16" and "eager_step" in p.events)
     ),
+    "eager training returns unwritten memory as the gradient of a GroupedLinear that delays its wgrad": lambda p: (
+        not (p.delay and p.takes_grads and "grouped_linear" in p.modules and "eager_step" in p.events)
+    ),
+    "a frozen layernorm_linear takes the flag of the first FP8 module unless its eager input is a certain view": lambda p: (
+        "delayed" not in (p.recipe, p.other) or all(p.modules[number] != "layernorm_linear" for number in p.frozen)
+    ),
+    "distillation would overwrite the sample argument that holds its input": lambda p: (
+        p.first != "distillation" or not p.same_input
+    ),
     "before TE 2.15, eager training marks the saved copy of a weight instead of the weight": lambda p: (
         not (p.offload and p.clears_marks)
     ),
