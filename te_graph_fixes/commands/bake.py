@@ -117,7 +117,7 @@ def undo(source: Source, force: bool = False) -> str:
         if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
             raise BakeError(
                 f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
-                f"`patch -p1 -R`; to remove an overlay, its mounts. After a bake, reinstall TransformerEngine."
+                f"`patch -p1 -R`. To remove an overlay, remove its mounts. After a bake, reinstall TransformerEngine."
             )
         _require_inside(source, manifest.files)
         for path in reversed(manifest.files):
