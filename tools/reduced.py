@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from te_graph_fixes.fix import Assessment
+from te_graph_fixes.fixes.shapes import REPLAY_STEPS
 from te_graph_fixes.patching import PACKAGE
-from te_graph_fixes.patching.source import Edit, first_line
+from te_graph_fixes.patching.patch import edits as edits_of
+from te_graph_fixes.patching.source import Edit, Source, first_line
 from te_graph_fixes.support import PREFIX
 
 SPINE = f"{PACKAGE}.{PREFIX}replay"
@@ -28,11 +30,12 @@ APPENDING = '''    def add(self, phase: str, step: Callable[..., Any]) -> None:
 '''
 
 
-def reduced(changes: Mapping[str, Assessment]) -> dict[str, Assessment]:
+def reduced(source: Source, changes: Mapping[str, Assessment]) -> dict[str, Assessment]:
     """Return the changes without unused edits of the spine and without unused definitions of support modules."""
+    shared = edits_of(source, REPLAY_STEPS)
     modules = {name: text for change in changes.values() for name, text in change.new_modules.items()}
     spine = modules.pop(SPINE, "")
-    code = "".join(edit.text for change in changes.values() for edit in change.edits if not edit.is_shared)
+    code = "".join(edit.text for change in changes.values() for edit in change.edits if edit not in shared)
     modules = _without_unused(modules, code)
     code += "".join(modules.values())
     steps = {(phase, name) for _, phase, name in ADDED.findall(code)}
@@ -42,9 +45,13 @@ def reduced(changes: Mapping[str, Assessment]) -> dict[str, Assessment]:
     else:
         unused.add("register_states")
     kinds = {phase.split()[0] for phase, _ in steps}
-    edits = {name: [_used(edit, kinds, unused) for edit in change.edits] for name, change in changes.items()}
+    used = {edit: _used(edit, kinds, unused) for edit in shared}
+    edits = {
+        name: [used.get(edit, edit) for edit in change.edits if edit not in shared or used[edit].text]
+        for name, change in changes.items()
+    }
     if spine:
-        code += "".join(edit.text for kept in edits.values() for edit in kept if edit.is_shared)
+        code += "".join(edit.text for edit in used.values())
         modules |= _without_unused({SPINE: _with_steps(spine, steps, unused, is_ordered)}, code)
 
     def named(text: str) -> str:
@@ -53,9 +60,7 @@ def reduced(changes: Mapping[str, Assessment]) -> dict[str, Assessment]:
     return {
         name: replace(
             change,
-            edits=tuple(
-                edit._replace(text=named(edit.text)) for edit in edits[name] if edit.text or not edit.is_shared
-            ),
+            edits=tuple(edit._replace(text=named(edit.text)) for edit in edits[name]),
             new_modules={module: named(modules[module]) for module in change.new_modules},
         )
         for name, change in changes.items()
@@ -63,7 +68,7 @@ def reduced(changes: Mapping[str, Assessment]) -> dict[str, Assessment]:
 
 
 def _used(edit: Edit, kinds: set[str], unused: set[str]) -> Edit:
-    """Return an edit without the lines for unused parts of the spine, with an empty text if no line is left."""
+    """Return an edit of the spine without the lines for unused parts. Its text is empty if no line is left."""
     omitted = {
         r"replay\.check|^call$": "forward" not in kinds,
         r"_spec$": "specs" in unused,
@@ -71,8 +76,6 @@ def _used(edit: Edit, kinds: set[str], unused: set[str]) -> Edit:
         r"graph_idx|replay\.wgrad": "wgrad" not in kinds,
         r"replays\.of": kinds == {"wgrad"},
     }
-    if not edit.is_shared:
-        return edit
     if any(is_omitted and re.search(pattern, edit.text, re.DOTALL) for pattern, is_omitted in omitted.items()):
         return edit._replace(text="")
     parts = [r"replay\.reset", *(f"{fact}=" for fact in unused)] + [

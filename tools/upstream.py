@@ -72,7 +72,7 @@ def license_header(text: str) -> str:
 
 def changed_files(source: Source, changes: Mapping[str, Assessment], header: str) -> dict[str, str]:
     """Return the text of each file that the fixes change or add, by its path in the checkout."""
-    changes, files = reduced(changes), {}
+    changes, files = reduced(source, changes), {}
     for name, (old, new) in patched(source, changes).items():
         path = f"{name.replace('.', '/')}.py"
         module = source.find(name)
