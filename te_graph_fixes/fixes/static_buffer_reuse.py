@@ -17,7 +17,7 @@ from ..fix import Fix
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_graph_order import find_constants
++from ._te_graph_order import find_constants, signatures
 +
 +# Inputs that several samples share, such as a rotary table. Nothing may be copied over them.
 +constants = find_constants(
@@ -26,14 +26,9 @@ PATCH = """
  fwd_sample_qs = {}
 @@
  sample_keys = sample_args_keys + sample_kwargs_keys
-+# A static buffer also has these properties from its sample argument.
++# A static buffer also has other properties from its sample argument.
 +sample_kwargs_values = [v for _, v in sorted(sample_kwargs[per_callable_fwd_idx].items())]
-+sample_tensors = [*sample_args[per_callable_fwd_idx], *sample_kwargs_values]
-+sample_addresses = [t.data_ptr() for t in sample_tensors]
-+sample_keys += tuple(
-+    (type(t), t.device, t.stride(), t.requires_grad, sample_addresses.index(a), a in constants)
-+    for t, a in zip(sample_tensors, sample_addresses)
-+)
++sample_keys += tuple(signatures([*sample_args[per_callable_fwd_idx], *sample_kwargs_values], constants))
  ...
  fwd_sample_qs[m_chunk].append((sample_keys, per_callable_fwd_idx))
  if consumed_sample_q.get(sample_keys, []):

@@ -132,7 +132,7 @@ class Plan:
             leaves, spec = flatten((args[index], kwargs[index]))
             slot: Hashable = index
             if reuse:
-                signature = (str(spec), *_signatures(leaves, constants))
+                signature = (str(spec), *signatures(leaves, constants))
                 slot = (signature, buffers.take(signature, position, entry.last_read))
             if slot not in assigned:
                 static = [_copy(leaf) if busy.get(leaf.data_ptr(), -1) > position else leaf for leaf in leaves]
@@ -193,8 +193,8 @@ def parse(order: Iterable[Any]) -> list[Entry]:
     return [entry for _, entry in sorted(entries.items())]
 
 
-def _signatures(sample: Sequence[Any], constants: set[int]) -> list[Hashable]:
-    """Return, for each tensor of a sample, the properties of its static input.
+def signatures(sample: Sequence[Any], constants: set[int]) -> list[Hashable]:
+    """Return, for each tensor of a sample, the properties of its static input; [] for an empty sample.
 
     They include the first index of its address in the sample, and whether it is one of the ``constants``.
     """
