@@ -183,15 +183,15 @@ class Capture:
         self.used = UsedState()
         self._is_warmup = True
         self._depth = autocast_depth()
-        self._updates = self._first_modules = 0
-        self._updates_before_use: dict[int, int] = {}
-        self._first_modules_before_use: dict[int, int] = {}
         self._before: dict[int, tuple[dict[str, Any], dict[str, tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._was_first_module = is_first_module()
-        copies = _copies_for_recomputations()
-        self._copies = [*copies]
-        copies[:] = [_Queue(self) for _ in copies]
+        self._copies = [*_copies_for_recomputations()]
         self._flags = activation_recompute_forward._is_first_fp8_module
+        self._empty_queues()
+
+    def _empty_queues(self) -> None:
+        copies = _copies_for_recomputations()
+        copies[:] = [_Queue(self) for _ in copies]
         activation_recompute_forward._is_first_fp8_module = _Queue(self)
 
     def begin_forward(self, replay: Any) -> None:
@@ -199,12 +199,11 @@ class Capture:
         if self._is_warmup:
             self._is_warmup = False
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
-            copies = _copies_for_recomputations()
-            copies[:] = [_Queue(self) for _ in copies]
-            activation_recompute_forward._is_first_fp8_module = _Queue(self)
+            self._empty_queues()
         self.used = replay.fp8_state = UsedState()
-        self._updates, self._updates_before_use = 0, {}
-        self._first_modules, self._first_modules_before_use = 0, {}
+        self._updates = self._first_modules = 0
+        self._updates_before_use: dict[int, int] = {}
+        self._first_modules_before_use: dict[int, int] = {}
         set_first_module(True)
 
     def begin_warmup(self, replay: Any) -> None:
