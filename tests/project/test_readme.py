@@ -281,7 +281,7 @@ def test_readme_s_figures_are_those_of_the_linked_page(figures: Callable[[], lis
 
 
 def test_readme_s_versions_are_those_of_the_fixes() -> None:
-    table = rows(README, "Am I affected?", "symptom")
+    table = rows(README, "Could I be affected?", "symptom")
     assert {row[2]: row[1] for row in table} == {row[2]: CATALOGUE[row[2].strip("`")].versions for row in table}
 
 
