@@ -86,6 +86,7 @@ class CheckedCallable:
         self._replay = graphed.forward if graphed is reference.module else graphed
         update_wrapper(self, self._replay).__dict__.pop("backward_dw", None)
         self._check, self._reference, self._index = check, reference, next(check.numbers)
+        reference.callables.append(self._index)
         self._keys = [*sample, *reference.takes]
         self._replay_wgrads, self._training = graphed.backward_dw, reference.module.training
         self._delayed: Microbatch | None = None

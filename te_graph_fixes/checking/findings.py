@@ -132,6 +132,7 @@ class Check:
         if self._pending:
             self.totals["steps"] = self.step
             _ = self._fixes  # The summary names the fixes of the checked steps, even if the job changes them later.
+        self._leave_out_changed()
         groups: defaultdict[tuple[str, bool], list[tuple[float, Subject, str]]] = defaultdict(list)
         for error, subject, text in self._pending:
             if subject.reference.refusal:
@@ -152,6 +153,17 @@ class Check:
             with contextlib.suppress(OSError):
                 print(end="", flush=True)  # does nothing if stdout is closed
             os._exit(EXIT_MISMATCH)
+
+    def _leave_out_changed(self) -> None:
+        """Leave out the modules whose eager runs changed tensors of the job."""
+        for reference in self.references:
+            names = list(dict.fromkeys(name for name, error in reference.changes if float(error) > 0))
+            if names and not reference.refusal:
+                changed = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                reference.refusal = f"its eager run changed {changed}, which the check restored"
+                for index in reference.callables:
+                    self.leave_out(index, reference)
+            reference.changes = []
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
         """Print the largest of several mismatches whose texts differ only in the parameter's name."""
@@ -200,10 +212,11 @@ class Check:
         self._end_step()
         for reference in self.references:
             reference.own.clear()
-        if self._job[2] > 1 and threading.main_thread().is_alive():
-            threading.Thread(target=self._report).start()  # The job continues, so a thread waits for the ranks.
-        else:
-            self._report()
+        waits = (
+            self._job[2] > 1 and threading.main_thread().is_alive()
+        )  # The job continues, so a thread waits for the ranks.
+        report = threading.Thread(target=self._report).start if waits else self._report
+        report()
         return self
 
     def _report(self) -> None:

@@ -18,6 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .difference import relative_error
+
 MARK = "grad_added_to_main_grad"
 """The attribute of a weight that is true once a backward has added its wgrad to ``main_grad``."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -142,10 +144,10 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
     Writes of other kernels are not recorded: those of TE, and those of compiled functions.
     """
 
-    def __init__(self, restored: Iterable[torch.Tensor]) -> None:
-        """Record no writes to the tensors ``restored``, which the caller restores."""
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        """Record no writes to the tensors ``watched``, because `JobTensors` restores these."""
         super().__init__()
-        self._ignored = _storages([*restored])  # The storages that the run allocates are added.
+        self._ignored = _storages([*watched])  # The storages that the run allocates are added.
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each written tensor and its copy, by address and layout."""
 
@@ -179,13 +181,8 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
         written = _storages([tensor for tensor, _ in self._before.values()])
         results = {name: value.clone() if _storages(value) & written else value for name, value in values.items()}
         for tensor, before in reversed(self._before.values()):
-            tensor.data.copy_(before)  # The version is unchanged, because a backward of the job may need the tensor.
+            tensor.data.copy_(before)
         return results
-
-    def names(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of the ``tensors`` whose memory was written, or [] if none was."""
-        written = _storages([tensor for tensor, _ in self._before.values()])
-        return [name for name, tensor in tensors.items() if _storages(tensor) & written]
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
@@ -196,3 +193,17 @@ def _plain_tensors(tree: Any) -> list[torch.Tensor]:
 def _storages(tree: Any) -> set[int]:
     """Return the addresses of the storages of all tensors in a tree; an empty set if it has no tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
+
+
+class JobTensors:
+    """Copies of the job's tensors that an eager run must not change."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
+
+    def restore(self) -> dict[str, torch.Tensor]:
+        """Restore all tensors without waiting for the GPU. Return, by name, the relative error of each before that."""
+        changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
+        for tensor, copy in self._tensors.values():
+            tensor.data.copy_(copy)  # The version is unchanged, because a backward of the job may need the tensor.
+        return changes
