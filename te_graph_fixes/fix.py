@@ -69,7 +69,7 @@ class Fix:
     other fixes. This fix is applied only if each of them is applied or not needed. ``check_hints`` are words that
     indicate this bug in the mismatches of a check.
 
-    ``after`` names the fixes whose edits come first where both edit one place. All other edits at one place are
+    ``after`` names the fixes whose edits come first if both edit the same place. All other edits of one place are
     independent (tests/patching/test_order.py).
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
@@ -110,7 +110,7 @@ class Fix:
 
     @property
     def _bounds(self) -> dict[str, Version]:
-        """Map ``>=`` to the first release with the bug, and ``<`` to the first release without it."""
+        """Return the first release with the bug, by ``>=``, and the first release without the bug, by ``<``."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected(self, version: str | None) -> Verdict | None:

@@ -68,7 +68,7 @@ def patched(source: Source, changes: Changes) -> Texts:
 
 
 def _edits_by_module(changes: Changes) -> dict[str, dict[Edit, list[str]]]:
-    """Group the edits by module, sorted by position, with the names of their changes. Equal edits become one edit."""
+    """Return, by module, the edits sorted by position, with the names of their changes. Equal edits become one edit."""
     declared = {name: [other for other in sorted(changes[name].after) if other in changes] for name in sorted(changes)}
     owners = defaultdict[Edit, list[str]](list)
     for name in TopologicalSorter(declared).static_order():
@@ -146,7 +146,7 @@ def compiled(name: str, text: str) -> CodeType:
 
 
 def functions_of(block: CodeType, owner: str = "") -> dict[str, CodeType]:
-    """Collect the functions of a module and of its classes, by qualified name."""
+    """Return the functions of a module and of its classes, by qualified name; {} if there are none."""
     functions: dict[str, CodeType] = {}
     for code in (constant for constant in block.co_consts if isinstance(constant, CodeType)):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
@@ -155,7 +155,7 @@ def functions_of(block: CodeType, owner: str = "") -> dict[str, CodeType]:
 
 
 def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
-    """Return whether an edit is in a function's body. Indented text that is inserted right below the body is in it."""
+    """Return whether an edit is in a function's body. Indented text inserted right below counts as inside."""
     first, end = module.starts[first_line(node.body[0])], module.starts[cast(int, node.end_lineno) + 1]
     is_indented = edit.text.lstrip("\n")[: node.col_offset + 1].isspace()
     return first <= edit.start and edit.end <= end and (edit.start < end or is_indented)

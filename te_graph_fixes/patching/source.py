@@ -64,7 +64,7 @@ class Source:
 
     @classmethod
     def installed(cls) -> Source:
-        """Find the TE of ``import transformer_engine``; raises `TENotFoundError`."""
+        """Return the TE of ``import transformer_engine``. Raise `TENotFoundError` if there is none."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a module without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
             if spec and spec.origin and spec.submodule_search_locations:
@@ -77,7 +77,7 @@ class Source:
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:
-        """Find the TE in ``folder``: a site-packages folder, a checkout, or the package folder itself."""
+        """Return the TE in ``folder``: a site-packages folder, a checkout, or the package folder of TE."""
         root = Path(os.path.abspath(folder))
         for package in (root, root / TE) if str(folder) else ():
             if package.name == TE and (package / "__init__.py").is_file():
@@ -85,13 +85,13 @@ class Source:
         raise TENotFoundError(f"no {TE} package in {str(folder)!r}: expected {root / TE}/__init__.py")
 
     def find(self, name: str) -> ModuleSource | None:
-        """Read module ``name``; None if this TE has no such module."""
+        """Return module ``name``, or None if this TE has no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
     def module(self, name: str) -> ModuleSource:
-        """Read module ``name``; raises `UnrecognizedError` if there is none."""
+        """Return module ``name``. Raise `UnrecognizedError` if this TE has no such module."""
         if (module := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
         return module
@@ -137,7 +137,7 @@ class ModuleSource:
 
     @classmethod
     def of(cls, name: str, path: str, data: bytes) -> ModuleSource:
-        """Decode the content of a module's file."""
+        """Return the module ``name`` with the decoded content of its file."""
         return cls(name, path, importlib.util.decode_source(data), "\r\n" if b"\r\n" in data else "\n")
 
     @cached_property
@@ -171,7 +171,7 @@ class ModuleSource:
         return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
     def definition(self, place: str) -> Definition:
-        """Find a function or class; raises `UnrecognizedError` if there is none, or several.
+        """Return a function or class. Raise `UnrecognizedError` unless there is exactly one.
 
         In ``function.Class.method``, ``Class`` may be anywhere inside ``function``.
         """
@@ -235,7 +235,7 @@ class Definition:
         return bool(self.matches(pattern))
 
     def one(self, pattern: str) -> Any:
-        """Return the first node of the only match; raises `UnrecognizedError` if there is none, or several."""
+        """Return the first node of the only match. Raise `UnrecognizedError` unless there is exactly one match."""
         return self.exactly(1, pattern)[0].nodes[0]
 
     def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
