@@ -116,9 +116,9 @@ The comments name each order that is necessary. Any other order changes at most 
 class Call:
     """One replay of a forward. Its backward finds it in ``ctx.call``."""
 
-    resumed: Sequence[Any] = ()  # the modules with the recipe states of the graph, which replace theirs
+    resumed: Sequence[Any] = ()  # pairs of a module and its recipe states in the graph, which become its states
     copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
-    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module before
+    was_first_module = False  # True if no module of the autocast took the flag of the first FP8 module earlier
     updates_backward = False  # True if a step of the backward updates the scales of all backwards instead of TE
     in_backward = False  # True if the forward was run in a backward
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint
