@@ -18,12 +18,14 @@ wgrad deliver     after the replay of the wgrad, before TE runs hooks of gradien
 ================  ==================================================================  ==============================
 
 Among the steps, only a check may refuse a replay. A check raises an error and writes only to its call, so a refused
-replay changes no other state. A step that prepares a replay may borrow state. The step then returns a function, called
-after TE's replay even if this replay fails, that restores the state. The other changes of the step remain.
+replay changes no other state. A step that prepares a replay may borrow state. The step then returns a function that
+restores the state. This function is called before the steps that deliver, even if TE's replay fails. The other changes
+of the step remain.
 
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
-The capture of a callable fills its record, which no replay changes. `Replay.reset` drops the record and the steps:
+The capture of a callable collects these facts, which no replay changes. `Replay.reset` drops the FP8 state, the record
+and all steps, and with the steps the objects whose methods they are:
 
 ======================================================  ===================================  =======================
 fact                                                    object                               module
@@ -109,7 +111,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """The steps of each phase. A disabled fix adds none, and neither does a fix that has nothing to do for a callable.
 
-The comments name each order that is necessary. Any other order changes at most which check raises first.
+The comments name each order that is necessary. Swapping other steps changes at most which check raises first.
 """
 
 
@@ -119,12 +121,12 @@ class Call:
     resumed: Sequence[Any] = ()  # pairs of a module and its recipe states in the graph, which become its states
     copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
     was_first_module = False  # True if no module of the autocast took the flag of the first FP8 module earlier
-    updates_backward = False  # True if a step of the backward updates the scales of all backwards instead of TE
+    updates_backward = False  # True if a step of its backward, instead of TE, updates the scales of all backwards
     in_backward = False  # True if the forward was run in a backward
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint
     in_checkpoint = False  # True if the forward was run in a checkpoint
     copies_outputs = False  # True if the outputs are returned as copies
-    time = 0  # of the replay, in the memory pool
+    time = 0  # when the replay ran, as the memory pool counts
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class Call:
         register_states: Callable[[], None] | None,
     ) -> None:
         self.skip_update = skip_update  # True if a graph that caches FP8 weights reuses them, None if it caches none
-        self.reuses_weights = skip_update  # or the flags of the graph, if it has flags of its own
+        self.reuses_weights = skip_update  # a step replaces it by the graph's own flags, if there are any
         self.inputs = inputs  # the leaves of the user's arguments, dropped after the replay
         self.specs = specs  # the structures of the arguments
         self.keywords = keywords  # all keyword arguments, dropped after the replay
@@ -144,7 +146,7 @@ class Call:
 
 
 class Replay:
-    """The record of one callable, and the steps of its replays.
+    """The facts about one callable that several modules read, and the steps of its replays.
 
     ``name`` is its name in errors. ``fp8_state`` is the FP8 state that its forward uses (`fp8-state-at-replay`).
     ``record`` contains the facts that the checks of `replay-contract` need, and ``observed`` collects them during the
