@@ -32,7 +32,7 @@ from .programs import FOUND, draw, draw_broken, shrink
 from .scripts import as_python, script
 
 REFUSED = {
-    r"captured for": "arguments of a graph that differ from its sample arguments",
+    r"captured for|has no backward": "arguments of a graph that differ from its sample arguments",
     r"returns a quantized tensor": "an FP8 output of a graph",
     r"captured with is_first_microbatch=True": "marks that stay True, although wgrads are fused",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
