@@ -110,5 +110,5 @@ def assign_grads(grads: Iterable[DelayedGrad]) -> None:
         if not is_bias or parameter.grad is None:
             parameter.grad = None  # frees its memory before the copy is allocated
             parameter.grad = grad.clone()
-        elif parameter.dim() > 1:  # the biases of all experts are one tensor, to which TransformerEngine adds
+        elif parameter.dim() > 1:  # TransformerEngine adds to the bias of experts, one tensor for all
             parameter.grad.add_(grad)
