@@ -164,7 +164,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def own_world(tmp_path: Path) -> World:
-    """Return a world that the test may change."""
+    """Return a new `World`, which the test may change."""
     return World(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_the_order_of_imports_does_not_matter(world: World, order: str) -> None:
 
 @pytest.mark.parametrize("place", ["middle", "end"])
 def test_te_that_imports_the_package_itself_is_an_error(world: World, place: str) -> None:
-    """The error is no ImportError, because TE would catch it. Fixes can only be applied at the end of TE's import."""
+    """The error is not an ImportError, which TE would catch. Fixes can be applied only at the end of TE's import."""
     world.run(
         f"""
 os.environ["FIXES_AT"] = "{place}"
@@ -327,7 +327,7 @@ def test_an_unknown_shape_is_said_once_and_nothing_changes(own_world: World) -> 
         f"""
 import te_graph_fixes
 for text in {texts}:
-    with open({GRAPH!r}, "w") as file: file.write(text)  # two of them have one reason
+    with open({GRAPH!r}, "w") as file: file.write(text)  # two of the texts have the same reason
     for _ in range(2):
         purge()
         te_graph_fixes.activate()
@@ -374,11 +374,11 @@ assert attempt(importlib.import_module, {name!r}).startswith("FixNotAppliedError
 path = "transformer_engine/pytorch/graph.py"
 text = open(path).read()
 open(path, "w").write(text.replace('"other"', '"right"'))
-assert results() == RIGHT  # the refused import has left no module
+assert results() == RIGHT  # the failed import has left no module
 assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT="1",
-        PYTHONDONTWRITEBYTECODE="1",  # Python would use the bytecode for a text written within the same second
+        PYTHONDONTWRITEBYTECODE="1",  # Python would use the bytecode of an earlier text from the same second
     )
 
 
@@ -547,7 +547,7 @@ def test_the_warning_names_the_users_line_and_the_report(own_world: World, first
 
 
 def test_one_line_says_what_was_applied(world: World) -> None:
-    """The line is printed once on stderr, with any log level and any warning filter."""
+    """The line is printed once on stderr, whatever the log level and the warning filters are."""
     code = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()"
     line = (
         f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor "

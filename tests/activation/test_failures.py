@@ -1,6 +1,7 @@
 """Test processes in which TransformerEngine (TE), torch or wrapt is missing or old, with TE's real sources.
 
-Other tests fork a process, or start Python with other options. `test_activation.py` tests the life cycle on a stand-in.
+Other tests of this file fork a process, or start Python with other options. `test_activation.py` tests the life cycle
+on a stand-in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support.child import on_simulator, python
 pytestmark = pytest.mark.te
 
 ROOT = Path(__file__).parents[2]
-# The start of every child's code: TE on a machine without a GPU, and functions that print results.
+# The start of every child's code: it configures logging, and defines functions for the simulator and the statuses.
 SETUP = """
 import logging, os, sys
 logging.basicConfig(level=logging.INFO, format="LOG %(levelname)s %(message)s")
@@ -40,7 +41,7 @@ def count(status):
 
 
 def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` after `SETUP` on the simulator, in a fork of a process with torch, and with ``path`` first."""
+    """Run `SETUP` and ``code`` in a fork of a process with torch. ``path`` comes first in the search path."""
     program = SETUP + textwrap.dedent(code)
     return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), imported=(), **variables)
 

@@ -1,4 +1,4 @@
-"""Test that a test suite of another project runs with the fixes, which are applied without a message."""
+"""Test that another project's test suite passes with the fixes, and that they print no message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_capture_leaves_main_grad_alone():
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_a_foreign_suite_passes_in_silence(tmp_path: Path, is_fixed: bool) -> None:
-    """The suite treats every warning as an error. Without the fixes, it fails."""
+    """The suite treats every warning as an error. Without the fixes, its test fails."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_graphs.py").write_text(SUITE)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}

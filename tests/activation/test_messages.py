@@ -84,7 +84,7 @@ def test_the_ranks_that_print_the_line(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By default, the first rank of each host and every rank that misses a fix print the line."""
+    """By default, the first rank of each host and every rank that lacks a fix print the line."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for fix, missing in (APPLIED, 0), (MISSING, 1):
@@ -183,7 +183,7 @@ import transformer_engine.pytorch
 
 
 def test_no_module_is_imported_under_the_lock(tmp_path: Path) -> None:
-    """A child that is forked during an import waits for ever if it imports the same module."""
+    """A process that was forked during an import would wait forever if it imported the same module."""
     for name in ("transformer_engine", "transformer_engine/pytorch"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()

@@ -1,6 +1,6 @@
-"""Test that a selected fix adds the fixes that it requires, and that disabling a fix disables those that require it.
+"""Test that selecting a fix also selects the fixes that it requires, and that disabling it disables its dependents.
 
-tests/fixes/test_selections_on_the_simulator.py measures which fixes need another one.
+tests/fixes/test_selections_on_the_simulator.py measures which fixes need another fix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test ``te_graph_fixes.check``, which compares graphs with eager runs in the user's training, on the simulator."""
+"""Test, on the simulator, ``te_graph_fixes.check``, which compares graphs with eager runs in the user's training."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ wrapped = [torch.nn.parallel.DistributedDataParallel(layer) for layer in layers]
 
 
 def test_hooks_of_torch_do_not_run() -> None:
-    """The hooks of DistributedDataParallel are in C++, so no dictionary of hooks contains them."""
+    """The check must not run the hooks of DistributedDataParallel, which are in C++ and in no dictionary of hooks."""
     job = {"before": DDP, "after": "print([p.sum().item() for p in layers.parameters()])"}
     done = loop(**job)
     assert done.stdout == loop(**job, check="off").stdout
@@ -131,7 +131,7 @@ for layer in layers:
 
 @pytest.mark.parametrize("cleared", [True, False])
 def test_marks_of_weights_are_compared(cleared: bool) -> None:
-    """An eager backward that adds to ``main_grad`` marks the weight. A training framework may clear the mark."""
+    """An eager backward that adds to ``main_grad`` sets ``grad_added_to_main_grad``, which a framework may clear."""
     in_step = "for layer in layers: layer.weight.grad_added_to_main_grad = False"
     done = loop(MARKS, in_step=in_step * cleared, fixes="off")
     line = "(Linear), backward: mark grad_added_to_main_grad of weight is not set, unlike in the eager run"
@@ -213,7 +213,7 @@ def loop(
     check: str = "2",
     fixes: str = "on",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `LOOP`, which trains four layers, with lines inserted at named places, and with these settings."""
+    """Run `LOOP`, which trains four layers, with these lines and settings, and return the completed process."""
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
@@ -271,7 +271,7 @@ def test_ranks_with_different_fixes_are_an_error() -> None:
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
-    """A process that writes checkpoints imports TE. It would otherwise print that nothing was compared."""
+    """A process that writes checkpoints may import TE. It must not print that nothing was compared."""
     program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
     done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
     assert done.returncode == 0, done.stderr

@@ -44,11 +44,11 @@ FIXES = {
         "warmup-reset": Fix("", "\n@@ quantization.py run\n-return 1\n+return 3\n", requires=("replay-arguments",)),
     }.items()
 }
-"""A small catalogue, with names that settings accept."""
+"""A small catalogue of fixes. They have the ids of real fixes, because settings accept no other ids."""
 
 
 def content(tree: Path) -> dict[str, tuple[int, int, str | None]]:
-    """Return permissions, time and content of every file in a tree, except bytecode."""
+    """Return the permissions, modification time and digest of every file in a tree, except bytecode."""
     return {
         str(path.relative_to(tree)): (path.lstat().st_mode, path.lstat().st_mtime_ns, manifest.file_digest(path))
         for path in tree.rglob("*")
@@ -68,9 +68,9 @@ def code(tree: Path) -> list[Any]:
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a TE with three bugs in three modules. Python uses its bytecode without checking the texts.
+    """Return a stand-in for TE with three bugs in three modules. A bake adds a fourth module.
 
-    A bake adds one module.
+    Python runs the bytecode of the modules without comparing it with their texts.
     """
     for fix_id in [*reversed(CATALOGUE)]:  # the end of the test restores the catalogue in its order
         monkeypatch.delitem(CATALOGUE, fix_id)
@@ -119,7 +119,7 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
 
 
 def test_permissions_owners_and_links_stay(small: Path, tmp_path: Path) -> None:
-    """A link is replaced by a file, so that its target does not change for other users."""
+    """A bake replaces a link by a file, so that the target of the link does not change for other users."""
     owner, (graph, base) = 1234 if os.getuid() == 0 else os.getuid(), (small / GRAPH, small / BASE)
     quantization = small / PYTORCH / "quantization.py"
     for path in small.rglob("*"):
@@ -144,9 +144,9 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.chmod", "os.chown
 
 
 def in_child(work: Callable[[], int], at: int = 0, stop: int = 0) -> int:
-    """Call ``work`` in a fork, and stop the fork at write number ``at``, from 1. Return the fork's wait status.
+    """Call ``work`` in a fork, stop the fork at its write number ``at`` (from 1), and return its exit code.
 
-    ``stop`` is a signal. ENOSPC instead simulates a disk that is full from this write on.
+    ``stop`` is the signal that stops the fork, or ENOSPC to simulate a disk that is full from this write on.
     """
     child = os.fork()
     if child:
@@ -179,9 +179,10 @@ def commands_for(tree: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("stop", [errno.ENOSPC, *bake.SIGNALS, signal.SIGKILL])
 def test_stopped_at_each_write(stop: int, small: Path, cli: Cli) -> None:
-    """A stopped bake restores all modules. An undo completes despite a signal, and after an error with the next undo.
+    """A stopped bake restores all modules, and an undo completes despite a signal.
 
-    After SIGKILL, the first modules are baked and the others unchanged, until the next command finishes the work.
+    After SIGKILL, or after a write error of an undo, the first modules are baked and the others unchanged, until the
+    next command finishes the work.
     """
     commands, before, original = commands_for(small), content(small), code(small)
     assert main(commands[0]) == 0
@@ -218,7 +219,7 @@ def test_a_bake_that_nohup_started(small: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
 @pytest.mark.parametrize(("lock", "unlock"), [("chattr +i", "chattr -i"), ("mount --bind {}", "umount")])
 def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, small: Path, cli: Cli) -> None:
-    """The error names the file. A bake changes nothing. An undo succeeds as soon as the file can be replaced."""
+    """The error names the file, and a bake changes nothing. An undo succeeds once the file can be replaced."""
     before, base = content(small), small / BASE
     for option in ([], ["--undo"]):
         if subprocess.run([*lock.format(base).split(), base], capture_output=True, check=False).returncode:
@@ -263,7 +264,7 @@ def manifest_with(changed: dict[str, Any] | str) -> Callable[[Path], None]:
 
 
 def install_over(version: str, text: str) -> Callable[[Path], None]:
-    """Return a function that installs a TE as pip does, which deletes only the files of the earlier installation."""
+    """Return a function that installs another TE over a tree like pip, which keeps the files that a bake added."""
 
     def change(tree: Path) -> None:
         shutil.rmtree(next(tree.glob("*.dist-info")))
@@ -328,7 +329,7 @@ def test_a_baked_te_that_has_changed(
 
 @pytest.mark.parametrize("folder", ["", "pytorch/module", "pytorch/__pycache__"])
 def test_links_that_lead_outside(folder: str, small: Path, tmp_path: Path, cli: Cli) -> None:
-    """No file outside TE is written. A link to TE's folder is allowed."""
+    """A bake writes no file outside TE, but TE's folder itself may be a link."""
     (tmp_path / "file").write_text("")
     (small / f"{GRAPH}{bake.NEW}").symlink_to(tmp_path / "file")
     (small / f"{GRAPH}{bake.ORIGINAL}").symlink_to(tmp_path / "file")
@@ -355,7 +356,7 @@ def test_a_source_that_is_not_recognized_fails_the_build(small: Path, tmp_path: 
 
 
 def test_a_bake_of_another_version_is_replaced(small: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the new bake is killed, the next bake or undo finishes the work."""
+    """If the bake that replaces an older bake is killed, the next bake or undo finishes the work."""
     commands, before = commands_for(small), content(small)
     for at in itertools.count(1, 2):
         with monkeypatch.context() as other:
@@ -396,7 +397,7 @@ def test_settings_do_not_change_a_bake(
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`SWITCH` and `DISABLE` had other values when TE was baked. A conflict is a warning or an error."""
+    """If later settings conflict with the settings of the bake, `status` warns and `bake` fails."""
 
     def run(settings: tuple[str, str], *command: str) -> tuple[int, str]:
         for name, value in zip((SWITCH, DISABLE), settings, strict=True):
@@ -424,7 +425,7 @@ def test_the_package_in_a_zip_makes_the_same_changes(tmp_path: Path, cli: Cli) -
 
 
 def test_a_te_in_the_current_folder_is_ignored(tmp_path: Path) -> None:
-    """It is found only if PYTHONPATH names the folder. An empty entry does not name it."""
+    """A TE in the current folder is found only if PYTHONPATH names the folder. An empty entry does not name it."""
     tree, here = copy_of(source("2.12.0"), tmp_path / "tree"), tmp_path / "here"
     (here / "transformer_engine" / "pytorch").mkdir(parents=True)
     for name in ("", "pytorch"):

@@ -37,7 +37,7 @@ NONSENSE = {f"TE_GRAPH_FIXES_{name}": "nonsense" for name in ("DISABLE", "STRICT
 
 @pytest.mark.parametrize("variables", [{"TE_GRAPH_FIXES": "off", **NONSENSE}, {}], ids=["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, variables: dict[str, str]) -> None:
-    """No variable raises an error if the fixes are turned off."""
+    """If the fixes are turned off, an invalid value of another variable raises no error."""
     done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), **variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
@@ -122,7 +122,7 @@ REPLACED = "graph.make_graphed_callables.__code__ = (lambda *args: None).__code_
 
 
 def test_what_runs_is_compared_with_the_files(tmp_path: Path) -> None:
-    """TE may be baked after its import, bytecode may be old, and another package may replace functions."""
+    """The report describes the running code, even if TE was baked after its import or a function was replaced."""
     tree, prefix = copy_of(Path(Source.installed().location).parent, tmp_path / "te"), str(tmp_path / "prefix")
     graph, mode = tree / "transformer_engine/pytorch/graph.py", "py_compile.PycInvalidationMode.UNCHECKED_HASH"
     program = f"import py_compile; py_compile.compile({str(graph)!r}, invalidation_mode={mode})"
@@ -160,7 +160,7 @@ def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, t
     results = {"": simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
     for (path, (_, text)), (following, _) in pairwise([*files.items(), ("", ("", ""))]):
         (tmp_path / path).write_text(text)
-        if not following.startswith("transformer_engine/pytorch/_te_"):  # nothing imports the added modules before
+        if not following.startswith("transformer_engine/pytorch/_te_"):  # until then, nothing imports the added modules
             results[path] = simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
     assert set(results.values()) == {results[""]}, results
     assert list(results)[-1] == "transformer_engine/pytorch/graph.py"

@@ -1,4 +1,4 @@
-"""Test ``te-graph-fixes status``, ``explain``, ``diff``, ``issue`` and ``list`` on published sources."""
+"""Test ``te-graph-fixes status``, ``explain``, ``diff``, ``issue`` and ``list`` on sources of published releases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_diff_applies_to_a_file_with_carriage_returns(tmp_path: Path, cli: Cli
 
 
 def listed(out: str) -> dict[str, str]:
-    """Return the line of each fix in ``status``."""
+    """Return the text after the id of each fix in the output of ``status``, by id."""
     return dict(line.split(maxsplit=1) for line in out.splitlines() if re.match("  [a-z]", line))
 
 
@@ -312,7 +312,7 @@ def test_the_usage_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("start", [["-m", "te_graph_fixes"], ["-mte_graph_fixes"], ["te-graph-fixes"]])
 def test_a_command_applies_no_fixes(start: list[str], tmp_path: Path) -> None:
-    """So an invalid setting is an error without a traceback, and commands that read no settings still work."""
+    """An invalid setting is an error without a traceback, and commands that read no settings still work."""
     if start == ["te-graph-fixes"]:
         start = [str(tmp_path / "te-graph-fixes")]
         Path(*start).write_text("import sys\nfrom te_graph_fixes.__main__ import main\nsys.exit(main())\n")

@@ -42,7 +42,7 @@ def run(folder: Path) -> Run:
 
 
 def first(folder: Path, *paths: str | Path) -> str:
-    """Return a value of PYTHONPATH, with ``paths`` before the folder of TE."""
+    """Return a value for PYTHONPATH: ``paths``, followed by the folder of the stand-in for TE."""
     return os.pathsep.join(map(str, [*paths, folder / "site"]))
 
 
@@ -259,7 +259,7 @@ def test_a_run_in_a_run(run: Run) -> None:
 
 
 def variables(printed: str) -> dict[str, str]:
-    """Return the variables that a shell has after the output of ``run --print-env``."""
+    """Return the environment variables of a shell that has evaluated the output of ``run --print-env``."""
     shell = ["sh", "-c", 'set -e; eval "$1"; exec env', "sh", printed]
     found = subprocess.run(shell, env={}, capture_output=True, text=True, check=True).stdout
     return {name: value for name, _, value in (line.partition("=") for line in found.splitlines()) if name != "PWD"}
@@ -289,7 +289,7 @@ def test_print_env_of_a_check(run: Run, folder: Path, option: str, value: str) -
 
 
 def test_a_check_that_cannot_start_stops_no_job_without_fixes(run: Run) -> None:
-    """The check needs wrapt, and modules that the stand-in for TE lacks."""
+    """The check needs wrapt and modules that the stand-in for TE lacks. The job must run without the check."""
     without_wrapt = f"import sys; sys.modules['wrapt'] = None; {STATE}"
     for code, reason in (
         (STATE, "check: This TransformerEngine cannot be"),
@@ -373,7 +373,7 @@ def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
 
 
 def test_a_relative_path_to_the_package_becomes_absolute(folder: Path) -> None:
-    """A child that changes its folder still finds the package."""
+    """A child that changes its current folder still finds the package."""
     others = [entry for entry in sys.path if entry and Path(entry) != ROOT]
     path = os.pathsep.join([os.path.relpath(ROOT, folder), str(folder / "site"), *others])
     environment = {**os.environ, "PYTHONPATH": path, **QUIET}

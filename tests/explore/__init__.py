@@ -1,1 +1,4 @@
-"""Compare random programs with graphs and eagerly: ``python -m tests.explore`` (docs/maintainers/explorer.md)."""
+"""Run random programs with graphs and eagerly, and compare the results: ``python -m tests.explore``.
+
+docs/maintainers/explorer.md describes the command.
+"""

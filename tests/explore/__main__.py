@@ -1,4 +1,4 @@
-"""``python -m tests.explore --seed S --programs N``: compare N random programs with graphs and eagerly.
+"""``python -m tests.explore --seed S --programs N``: compare the results of N random programs with and without graphs.
 
 Without a GPU, the programs run on the simulator. See docs/maintainers/explorer.md.
 """
@@ -37,14 +37,14 @@ REFUSED = {
     r"captured with is_first_microbatch=True": "marks that stay True, although wgrads are fused",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
-"""The reasons of documented errors, by their messages. A program that raises one of them is no finding."""
+"""The causes of documented errors, by patterns of their messages. A program that raises such an error is no finding."""
 
 FINDINGS = ("wrong", "crash")
 VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program) -> dict[str, Any]:
-    """Run a program in this process or in two ranks, and return its verdict, or the worse verdict of the two ranks."""
+    """Run a program, and return its verdict or, if the program has two ranks, the worse of their verdicts."""
     from tests.verify.driver import setting
 
     setting.use(program)
@@ -63,7 +63,7 @@ def judge(program: Program) -> dict[str, Any]:
 
 
 def judge_rank() -> dict[str, Any]:
-    """Return the verdict of the program in this process."""
+    """Run the selected program in this process, twice eagerly and once with graphs, and return its verdict."""
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
     from tests.verify.programs import REFUSED as CONTRACT
@@ -88,14 +88,15 @@ def judge_rank() -> dict[str, Any]:
 class Server:
     """A process that runs programs with one setting of the fixes.
 
-    Each program runs in a fork of the process. A fork cannot use a GPU if the process has used it. On a GPU, the
-    process therefore runs one program after the other, and a finding counts only if a new process finds it too.
+    On the simulator, each program runs in a fork of the process. On a GPU, a fork cannot use the GPU if the process has
+    used it. The process therefore runs one program after the other, and a finding counts only if a new process repeats
+    it.
     """
 
     files: ClassVar[list[Any]] = []
     forks = True
     broken = False
-    """Whether programs may break replay preconditions, so that errors are no findings."""
+    """Whether programs may break replay preconditions, so that errors of `replay-contract` are no findings."""
     limit = 120
     """The time limit of a program in seconds."""
 
@@ -161,7 +162,7 @@ class Server:
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
     def __call__(self, program: Program) -> dict[str, Any]:
-        """Return the verdict of a program."""
+        """Return the verdict of a program. On a GPU, a finding counts only if a new process repeats it."""
         found = self._ask(program)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program)
@@ -210,7 +211,7 @@ def activate(switch: str, disable: str) -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether there is a GPU. A fork looks for it, because after using a GPU this process could not fork."""
+    """Return whether there is a GPU. A fork looks for it, because this process must not use a GPU before it forks."""
     import torch
 
     child = os.fork()
@@ -220,7 +221,7 @@ def has_gpu() -> bool:
 
 
 def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Call ``work`` in each of ``--jobs`` processes, which share the numbers below ``count``."""
+    """Call ``work`` in each of ``--jobs`` processes. Each number below ``count`` goes to one of these processes."""
     fork = multiprocessing.get_context("fork")
     begun = fork.Value("i", 0)
 
@@ -246,7 +247,7 @@ def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[in
 
 
 def note(options: argparse.Namespace, line: dict[str, Any], say: bool = True) -> None:
-    """Append a line to the file of results immediately. Print it if ``say`` is true."""
+    """Append a line to the file of results immediately, and print the line if ``say`` is true."""
     text = json.dumps(line)
     with open(options.results, "a") as results:
         results.write(text + "\n")
@@ -259,7 +260,10 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 
 def find(options: argparse.Namespace) -> int:
-    """Run programs with the selected fixes, write a script for each finding, and return the exit status."""
+    """Run programs with the selected fixes, and write a script for each finding.
+
+    Return the exit status, which is 1 if there are findings, else 0.
+    """
     examples = [*FOUND.values()] if options.found else []
 
     def work(numbers: Iterable[int]) -> None:
@@ -296,15 +300,15 @@ def find(options: argparse.Namespace) -> int:
 
 
 def more_than_costs(line: dict[str, Any]) -> set[str]:
-    """Return the kinds of regressions in a line, without higher costs; an empty set if there are none."""
+    """Return the kinds of regressions in a line of results, except higher costs. The set is empty if there are none."""
     return {each.split(":")[0] for each in line["worse"]} - {"cost"}
 
 
 def compare(options: argparse.Namespace) -> int:
     """Run programs with TE alone and with the fixes, and list regressions and higher costs.
 
-    Return the exit status: 1 if eager training differs, or if a program that TE alone runs correctly does not stay
-    correct with the fixes, else 0.
+    Return the exit status. It is 1 if the fixes change eager training, or if a program is correct with TE alone but not
+    with the fixes. Otherwise it is 0.
     """
     from .regressions import regressions
 
@@ -322,7 +326,7 @@ def compare(options: argparse.Namespace) -> int:
         for seed in (options.seed + number for number in numbers):
             program = draw(seed, options.gpu, ranks=False)
             line = compared(program)
-            if more_than_costs(line) and not Server.forks:  # a regression counts if new processes find it too
+            if more_than_costs(line) and not Server.forks:  # a regression counts only if new processes repeat it
                 alone.close()
                 fixed.close()
                 line = compared(program)
@@ -363,13 +367,19 @@ def main() -> int:
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file")
     parser.add_argument(
-        "--regressions", action="store_true", help="compare TE alone with the fixes: values, and costs on the simulator"
+        "--regressions",
+        action="store_true",
+        help="compare the results with and without the fixes and, on the simulator, the costs",
     )
     parser.add_argument("--scripts", default="", help="the folder for scripts that repeat the findings")
-    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="do not reduce programs of findings")
+    parser.add_argument(
+        "--no-shrink", dest="shrink", action="store_false", help="do not shrink the programs of findings"
+    )
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")
-    parser.add_argument("--found", action="store_true", help="run the programs of earlier findings instead")
+    parser.add_argument(
+        "--found", action="store_true", help="run the programs of earlier findings instead of random ones"
+    )
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")

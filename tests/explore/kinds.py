@@ -34,7 +34,7 @@ from tests.verify.driver.training import Training, event, fp8_state
 
 
 def connect() -> None:
-    """Connect two ranks. They are torchrun's ranks or, on the simulator, this process and a fork of it."""
+    """Connect two ranks: the processes of torchrun or, without torchrun, this process and a fork of it."""
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group("nccl")
@@ -45,7 +45,7 @@ def connect() -> None:
 
 
 class Sequences(torch.nn.Module):
-    """A module that passes tokens to attention as two sequences."""
+    """A mixin that splits the tokens of an attention module's input into two sequences."""
 
     def forward(self, x: torch.Tensor, **marks: bool) -> Any:
         return super().forward(x.reshape(-1, 2, hidden()), **marks).view(x.shape)
@@ -86,7 +86,7 @@ def dropout() -> Any:
 
 @module
 class Unused(Block):
-    """A block with a projection that is not used."""
+    """A block that does not use its first projection."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(x)
@@ -107,7 +107,7 @@ class Counting(Block):
 
 @module
 class Teacher(Block):
-    """A module that computes without gradients, although its input needs one."""
+    """A block that computes without gradients, although its input needs a gradient."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
@@ -116,7 +116,7 @@ class Teacher(Block):
 
 @module
 class Router(Block):
-    """A module that returns integers. Eager code computes the input of the next layer from them."""
+    """A block that returns integers. Eager code computes the input of the next layer from these integers."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return (super().forward(x).argmax(-1, keepdim=True),)
@@ -127,7 +127,7 @@ class Router(Block):
 
 @module
 class Listed(Block):
-    """A module that runs a frozen projection in a list, which is therefore no submodule."""
+    """A block that also runs a frozen projection, which is in a list and therefore not a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Listed(Block):
 
 @module
 class Returning(Block):
-    """A module that also returns a bias (as with ``return_bias``), a buffer and its input. Eager code uses them."""
+    """A block that also returns a bias (as with ``return_bias``), a buffer and its input, which eager code uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Returning(Block):
 
 @module
 class Detached(Block):
-    """A module that also returns a detached tensor. Eager code uses this tensor."""
+    """A block that also returns a detached tensor. Eager code uses this tensor."""
 
     def forward(self, x: torch.Tensor) -> Any:
         state = self.first(x)
@@ -168,7 +168,7 @@ class Detached(Block):
 
 @module
 class TwoPrecisions(torch.nn.Module):
-    """A projection that runs in the program's recipe first and in bf16 last."""
+    """A projection that runs twice: first in the program's recipe, then in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class TwoPrecisions(torch.nn.Module):
 
 @module
 def patched() -> Any:
-    """Return a block whose instance has a ``forward`` of its own, as set by adapter libraries."""
+    """Return a block with a ``forward`` attribute of its own, as adapter libraries set it."""
     block = Block()
     block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
     return block
@@ -199,7 +199,7 @@ def patched_inside() -> Any:
 
 @module
 class Masked(Block):
-    """A block with a mask that is broadcast at replays."""
+    """A block that multiplies its input by a mask, which has all columns in the sample but only one at replays."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x * mask)
@@ -213,7 +213,7 @@ class Masked(Block):
 
 @module
 class Fp8Output(Block):
-    """A projection whose output is in FP8, the input format of another projection."""
+    """A block with an FP8 output, which another projection takes as its input."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x), fp8_output=True)
@@ -221,7 +221,7 @@ class Fp8Output(Block):
 
 @module
 class Adapted(Block):
-    """Frozen projections, with a trained adapter parallel to the first."""
+    """Two frozen projections, and a trained adapter parallel to the first projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def normed() -> Any:
 
 @module
 class CoreAttention(Block):
-    """Attention between the projections, whose heads are halves of a token."""
+    """A block with attention between its projections. Each head has half of the hidden size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ evaluate_in_inference_mode = event(
 @event
 @torch.no_grad()
 def evaluate_average(t: Training) -> None:
-    """Evaluate with other weights, such as averaged weights, then restore the original weights."""
+    """Evaluate with other weights, as programs with averaged weights do, then restore the original weights."""
     kept = [each.detach().clone() for each in t.parameters]
     for each in t.parameters:
         each.copy_(each.dequantize() / 2)
@@ -286,7 +286,7 @@ def evaluate_average(t: Training) -> None:
 
 @event
 def step_of_losses(t: Training) -> None:
-    """Run a step with three losses, each with a backward of its own. All but the last retain the graph."""
+    """Run a step with three losses, each with a backward of its own. All backwards but the last retain the graph."""
     t.begin()
     x = random().requires_grad_()
     out = t.forward(x, range(len(t.layers)), 0)
@@ -299,7 +299,7 @@ def step_of_losses(t: Training) -> None:
 
 @event
 def evaluate_copy(t: Training) -> None:
-    """Evaluate a copy of the model."""
+    """Evaluate a deep copy of the layers."""
     x = random()
     with torch.no_grad(), autocast(t.recipe):
         for layer in map(copy.deepcopy, t.layers):
@@ -312,7 +312,7 @@ def evaluate_copy(t: Training) -> None:
 
 @event
 def infer_in_inference_mode(t: Training) -> None:
-    """Capture and run another layer in inference mode, with cached weights."""
+    """Capture and run a new layer in inference mode, with cached weights."""
     layer, x = linear().eval(), random()
     with torch.inference_mode():
         if t.graphed:
@@ -323,7 +323,7 @@ def infer_in_inference_mode(t: Training) -> None:
 
 
 class FailingInFp8(Failing):
-    """A block that enters an autocast of its own, and fails in a capture."""
+    """A `Failing` block that enters an autocast of its own."""
 
     def forward(self, x: torch.Tensor) -> Any:
         with autocast(program.recipe):
@@ -336,7 +336,7 @@ def failed_capture_in_fp8(t: Training) -> None:
 
 
 def fail_and_keep_the_error(t: Training, layer: Failing) -> None:
-    """Fail in a capture. The error and this frame refer to each other, so only the garbage collector frees them."""
+    """Run a capture that fails. Its error and this frame form a cycle, which only the garbage collector frees."""
     kept = []
     try:
         t.graph((layer,), ((sample().requires_grad_(),),), num_warmup_iters=2)
@@ -346,7 +346,7 @@ def fail_and_keep_the_error(t: Training, layer: Failing) -> None:
 
 @event
 def failed_capture_in_garbage(t: Training) -> None:
-    """Train eagerly before and after a failed capture. The error is freed between a forward and its backward."""
+    """Train eagerly before and after a failed capture, whose error is freed between a forward and its backward."""
     layer, before = Failing(), linear()
     t.prepare(-1, layer)
     t.prepare(-1, before)
@@ -368,7 +368,7 @@ def failed_capture_in_garbage(t: Training) -> None:
 
 @event
 def nested_in_two_precisions(t: Training) -> None:
-    """Capture a block and its first layer in one call, only one of them in FP8, and train both."""
+    """Capture a block and its first layer in one call, with only one of them in FP8, and train both."""
     for enabled in ((True, False), (False, True)):
         block = Block()
         t.prepare(-1, block)

@@ -1,6 +1,6 @@
-"""The fields of random programs and their rules, and functions that draw and reduce programs.
+"""The fields of random programs and their rules, and functions that draw and shrink programs.
 
-This module does not import torch. To add a kind of module or an event, define it in `kinds` and name it here.
+This module does not import torch. To add a kind of module or an event, define it in `kinds` and add its name here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCKS = (
     *("KeptInBf16", "OwnAutocast", "Recomputed", "Named", "Structured", "Dropped", "CoreAttention"),
 )
 DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
-"""The modules that draw random numbers, from the tracker if the program has one."""
+"""The modules that draw random numbers, from an RNG tracker if the program has one."""
 MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
@@ -57,7 +57,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "if an order delays wgrads, TE requires one layer in each chunk": lambda p: (
         not (p.delay and p.order) or p.layers_as_chunks or len(p.modules) == max(p.order)
     ),
-    "TE's backward_dw replaces a gradient, so the caller must take each gradient before": lambda p: (
+    "TE's backward_dw replaces a gradient, so the caller must take each gradient before the next": lambda p: (
         p.takes_grads or not p.delay
     ),
     "sends need an order, because other replays overwrite the sent gradient": lambda p: p.order or not p.sends,
@@ -344,7 +344,7 @@ FOUND = {
     "the skip flag of a graph behind an eager module": Program(
         modules=("linear", "linear"), recipe="delayed", weights="cached", not_captured=(0,), events=("step",)
     ),
-    "an RNG tracker made before gc.freeze(), which the explorer calls": Program(
+    "an RNG tracker created before the explorer calls gc.freeze()": Program(
         modules=("Dropped",), tracker=True, events=("step", "reseed_tracker", "step")
     ),
     "a frozen expert in FP8, which eager training leaves without its main_grad": Program(
@@ -356,23 +356,23 @@ FOUND = {
     "attention that is not in FP8 after an evaluation in another recipe": Program(
         modules=("CoreAttention",), recipe="delayed", other="current", events=("step", "evaluate_in_other", "step")
     ),
-    "the delayed scales of attention in FP8 in current scaling, which nobody updated": Program(
+    "the delayed scales of FP8 attention in current scaling, which were never updated": Program(
         modules=("CoreAttention",), recipe="current", fp8_attention=True
     ),
-    "FP8 state for operations in bf16, which a second capture left with them": Program(
+    "FP8 state of operations in bf16, which a second capture created and left behind": Program(
         modules=("nested_operations", "linear"),
         recipe="delayed",
         in_bf16=(0,),
         together=True,
         events=("step", "recapture"),
     ),
-    "an operation's FP8 state of a capture for inference, which nobody updated": Program(
+    "an operation's FP8 state from a capture for inference, which was never updated": Program(
         modules=("nested_operations",), recipe="delayed", not_captured=(0,), inference="after", events=("step", "infer")
     ),
-    "an operation's FP8 state of a capture, which nobody updated until a replay": Program(
+    "an operation's FP8 state from a capture, which was not updated before the first replay": Program(
         modules=("nested_operations",), recipe="delayed", events=("eager_step", "step")
     ),
-    "the group of an operation's FP8 state, which a capture has made outside of an autocast": Program(
+    "the group of an operation's FP8 state that a capture created outside of an autocast": Program(
         modules=("nested_operations",), recipe="delayed", inference="first", ranks=True, events=("eager_step", "infer")
     ),
     "a second first FP8 module, after a graph in which a module has an autocast of its own": Program(
@@ -388,7 +388,7 @@ FOUND = {
         events=("evaluate_in_other", "step", "evaluate_in_other", "step", "evaluate_in_other"),
     ),
 }
-"""Programs that have found bugs of this package, by the bug. The bugs are fixed."""
+"""Programs that revealed bugs of this package, by bug. All of these bugs are fixed."""
 
 CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "weights": lambda r, p: r.choice(("marked", "cached")),
@@ -405,7 +405,7 @@ CHOICES: dict[str, Callable[[random.Random, Program], Any]] = {
     "checkpoints": lambda r, p: ("te",) * len(p.modules),
     "optimizer": lambda r, p: r.choice(("adam", "adam of master weights", "master weights")),
 }
-"""The functions that draw the values of fields. Other fields are set to True."""
+"""The functions that draw the values of fields. A field without such a function is set to True."""
 GROUPS: tuple[str, ...] = (
     *(*SPECIAL_MODULES, *SPECIAL_EVENTS),
     *("weights, fused", "grouped_linear, weights, fused", "recipe current, weights cached, reset_fp8"),
@@ -442,16 +442,16 @@ ONLY_IN_GROUPS = (
     *("warmup_hook", "flat_main_grads"),
 )
 ONLY_OF_CASES = ("clean_start", "fit", "hidden", "freezes_first", "one_pool", "one_sample", "inference_mode")
-"""Fields for the cases of `verify` and for programs that break preconditions."""
+"""Fields that only cases of `verify` and programs that break replay preconditions set."""
 
 
 def broken_rule(program: Program) -> str | None:
-    """Return the reason of the first rule that a program breaks, or None if the program can be run."""
+    """Return the first rule that a program breaks, or None if the program can be run."""
     return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
-    """Return the program of a seed. The program keeps all rules. Without ``ranks``, it runs in one process."""
+    """Return the random program of a seed. It keeps all rules and, without ``ranks``, runs in one process."""
     r = random.Random(seed)
     groups = [group.split(", ") for group in r.sample(GROUPS, r.choice((0, 1, 1, 2)))]
     families = r.choices(
@@ -490,9 +490,9 @@ def if_valid(program: Program, changes: dict[str, Any]) -> Program:
 
 
 def change(r: random.Random, program: Program, name: str, value: str = "") -> dict[str, Any]:
-    """Return the fields that add an event to a program, or that set a field to ``value`` or to a drawn value.
+    """Return the changed fields of a program if the event ``name`` is added, or if the field ``name`` is set.
 
-    The result is empty for a module.
+    The field is set to ``value`` or, without a ``value``, to a drawn one. For the name of a module, return {}.
     """
     if name in MODULES:
         return {}
@@ -511,7 +511,10 @@ def change(r: random.Random, program: Program, name: str, value: str = "") -> di
 
 
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
-    """Return a random order in which each chunk runs its microbatches one after the other."""
+    """Return a random order of forwards, dgrads and, if ``wgrads`` is true, wgrads.
+
+    Each chunk runs its microbatches one after the other.
+    """
     order: list[float] = []
     done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
     while True:
@@ -532,7 +535,10 @@ CHANGES = ("replace_data", "assign", "replace_main_grads", "train_all", "write_i
 
 
 def draw_broken(seed: int) -> Program:
-    """Return the program of a seed with forwards, backwards, evaluations and changes in any sequence."""
+    """Return the program of a seed that may break replay preconditions.
+
+    Its forwards, backwards, evaluations and changes are in a random sequence.
+    """
     r = random.Random(seed)
     layers = tuple(r.choice(("linear", "layernorm_linear", "layernorm_mlp")) for _ in range(r.randint(1, 3)))
     graphs = r.randint(2, 3)
@@ -568,7 +574,7 @@ def draw_broken(seed: int) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Yield smaller programs: without one field, module or event, or with a shorter order."""
+    """Yield simpler programs: with a field reset to its default, without a module or event, or with a simpler order."""
     plain = Program()
     for each in fields(program):
         value, default = getattr(program, each.name), getattr(plain, each.name)
@@ -591,7 +597,7 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Return a reduced program that still ``fails``, although no program of `smaller` does."""
+    """Reduce a program that ``fails``, until none of its `smaller` programs ``fails``, and return it."""
     tried: set[Program] = set()
     found = True
     while found:

@@ -1,7 +1,7 @@
 """Find regressions: programs that TE alone runs correctly, but TE with the fixes does not, or only at a higher cost.
 
-Costs are counted on the simulator: kernels (copies also separately), forwards of modules, and the memory of graphs. On
-a GPU, only values are compared.
+On the simulator, the costs are the numbers of kernels, of copies among them, and of forwards of modules, and the memory
+of graphs. On a GPU, only values are compared.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COPIES = {aten.copy_, aten.clone, aten._to_copy}
 
 
 class Costs(TorchDispatchMode):
-    """Counts, while it is entered, the ``launches``, the ``copies`` among them, and the ``forwards`` of modules.
+    """A mode that counts ``launches``, ``copies`` (which are also launches), and ``forwards`` of modules.
 
-    A launch is an operation that writes values. It is counted when it runs eagerly or in a replay. Launches in captures
-    (of warmups) are counted separately from launches in training.
+    A launch is an operation that writes values. It is counted when it runs eagerly or in a replay. The operations that
+    run during a capture, in its warmup, are counted separately from the operations of the training.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,10 @@ def counted_costs() -> Iterator[collections.Counter[str]]:
 
 
 def measure(program: Program, graphs: bool) -> dict[str, Any]:
-    """Train a program eagerly and, with ``graphs``, through graphs. Return the verdict, a digest, and the costs."""
+    """Train a program eagerly and, if ``graphs`` is true, through graphs.
+
+    Return the verdict, a digest of the eager results, and the costs.
+    """
     setting.use(program)
     try:
         with counted_costs() as eager_costs:
@@ -115,7 +118,7 @@ def measure(program: Program, graphs: bool) -> dict[str, Any]:
 
 
 def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
-    """Return the differences in eager training and, if TE alone is correct, the worse results of graphs; or []."""
+    """Return a line for each change of eager training and, if TE alone is correct, for each worse result of graphs."""
     if alone.get("eager") != fixed.get("eager"):
         return ["eager: other values or another error"]
     worse = []

@@ -18,7 +18,7 @@ run({program})
 
 
 def as_python(program: Program) -> str:
-    """Return a program as Python, without the fields that have default values."""
+    """Return a program as Python code, without the fields that have default values."""
     plain = Program()
     values = {field.name: getattr(program, field.name) for field in fields(program)}
     changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(plain, name)]
@@ -31,8 +31,8 @@ def script(program: Program, title: str = "") -> str:
 
 
 def run(program: Program) -> None:
-    """Print the differences of graphs from eager training, and exit with 1 if there are any, else with 0."""
-    import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off shows TE as it is
+    """Print the differences between graphed and eager training. Exit with 1 if there are any, else with 0."""
+    import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off turns the fixes off
     from tests.verify.driver import setting
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
@@ -43,7 +43,7 @@ def run(program: Program) -> None:
     if program.ranks:
         connect()
     eager = train(graphed=False)
-    assert not differences(train(graphed=False), eager), "eager training differs from itself"
+    assert not differences(train(graphed=False), eager), "two eager runs differ"
     sizes = differences(train(graphed=True), eager)
     if program.ranks:
         of_ranks: list[Any] = [{}, {}]
@@ -51,4 +51,4 @@ def run(program: Program) -> None:
         sizes = {f"rank {rank}: {name}": size for rank in (0, 1) for name, size in of_ranks[rank].items()}
     for name, size in sizes.items():
         print(f"{name}: {size:.3g}")
-    sys.exit("graphs and eager differ" if sizes else 0)
+    sys.exit("graphs and eager training differ" if sizes else 0)

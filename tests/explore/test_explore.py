@@ -24,7 +24,7 @@ SEED = int(os.environ.get("TE_EXPLORE_SEED", "0"))
 
 
 def explore(*arguments: str) -> tuple[int, list[dict[str, object]]]:
-    """Return the exit status, and a line for each finding. The last line is the sum."""
+    """Run the explorer. Return its exit status and its output lines: one for each finding, and last the totals."""
     done = on_simulator("-m", "tests.explore", "--seed", str(SEED), *arguments, imported=TE)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
@@ -46,7 +46,7 @@ def test_what_breaks_a_capture_is_right_or_refused() -> None:
 
 @functools.cache
 def verdicts_of_found() -> dict[str, object]:
-    """Return the verdicts on the programs of `FOUND`, by the bugs that they found."""
+    """Return the verdict of each program in `FOUND`, by the bug that the program revealed."""
     with tempfile.TemporaryDirectory() as folder:
         explore("--found", "--no-shrink", "--results", f"{folder}/found")
         lines = [json.loads(line) for line in Path(folder, "found").read_text().splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""Test captures with ``num_warmup_iters=0`` on the simulator. A capture for evaluation runs no warmup."""
+"""Test captures with ``num_warmup_iters=0`` on the simulator. If a warmup is needed, it must leave no trace."""
 
 from __future__ import annotations
 

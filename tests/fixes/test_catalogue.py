@@ -31,7 +31,7 @@ def test_the_record(fix: Fix) -> None:
     for text, longest in ((fix.summary, 120), (fix.symptom, 110), (fix.affects, 120)):
         assert 0 < len(text) <= longest, text
         assert "\n" not in text, text
-    assert not fix.cost.startswith("none"), "leave it out"
+    assert not fix.cost.startswith("none"), "without a cost, leave `cost` empty"
     assert fix.group in GROUPS
     assert not fix.summary.endswith(".")
     assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), "no link in the second paragraph"
@@ -50,7 +50,7 @@ def test_the_file_says_what_it_is_about(fix: Fix) -> None:
     assert title.endswith(".")
     assert upstream.startswith("Upstream: ")
     assert account
-    assert "Symptom" not in text, "the record has it"
+    assert "Symptom" not in text, "the symptom belongs in the record"
 
 
 @EVERY

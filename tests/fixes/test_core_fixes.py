@@ -1,7 +1,7 @@
 """Test three bugs on the simulator: without the fixes, the same steps are wrong as on an H200.
 
-Each case of ``python -m tests.verify`` runs three steps of three microbatches through one graph. The wgrad is fused
-into ``main_grad``, and an optimizer step follows each step.
+The cases of ``python -m tests.verify`` run three steps of three microbatches through one graph. Wgrads are fused into
+``main_grad``, and an optimizer step follows each step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ CASES = (
 )
 
 LOST = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [True] * 3}
-"""The wrong steps of three if only the last microbatch of a step counts, as on an H200 with TE 2.12."""
+"""Whether each of three steps is wrong if only the last microbatch counts, as on an H200 with TE 2.12."""
 STALE = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [False] * 3}
-"""The wrong steps if the weights are never quantized again, as on an H200 with TE 2.15."""
+"""Whether each step is wrong if the weights are never quantized again, as on an H200 with TE 2.15."""
 LOST_FP8 = {kind: [True] * 3 for kind in LOST}
-"""The wrong steps if microbatches are lost and the FP8 scales come from an earlier step."""
+"""Whether each step is wrong if only the last microbatch counts and the FP8 scales come from an earlier step."""
 
 
 def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
-    """Return, by case, the steps that are wrong without the fixes on an H200. Correct cases are left out."""
+    """Return whether each step is wrong on an H200 without the fixes, by case and kind. Correct cases are omitted."""
     if WARMUP in te.needed:
         wrong = ("experts-fp8-current", "experts-bf16", "linear-bf16")
         return {"experts-fp8-delayed": LOST_FP8, **dict.fromkeys(wrong, LOST)}

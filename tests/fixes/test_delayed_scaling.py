@@ -249,12 +249,12 @@ def test_eager_training_is_that_of_te() -> None:
 
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
-    """The test compares with training without checkpoints, because eager recomputation rounds gradients differently."""
+    """The reference is eager training without checkpoints, because eager recomputation rounds gradients differently."""
     assert run_program(SETUP + REUSED).splitlines()[-1] == "[True, True, True]"
 
 
 def test_a_recomputation_inside_the_autocast_of_the_program_updates_no_forward_scales() -> None:
-    """The forwards and backwards of all microbatches run in one autocast. Its end updates the scales of forwards."""
+    """A whole step runs in one autocast. Only the end of this autocast may update the scales of forwards."""
     run_program(SETUP + IN_ONE_AUTOCAST)
 
 

@@ -17,7 +17,7 @@ FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 MINOR = published.te("installed").minor
 ORDER = [1, 1, -1, -1] if MINOR == 10 else [1, 1, -1, -1.5, -1, -1.5]
-"""An order with wgrads. TE 2.10 accepts only integers, and captures each wgrad right after its dgrad."""
+"""An order with wgrads. TE 2.10 accepts only integers, so it captures each wgrad right after its dgrad."""
 
 
 KEPT = """
@@ -39,7 +39,7 @@ def test_a_capture_runs_no_hook_and_a_delivered_gradient_is_a_copy() -> None:
 
 
 def test_the_modules_of_a_wgrad_graph_do_not_share_memory() -> None:
-    """A wgrad graph of eight modules must store all their gradients until a replay delivers them."""
+    """The wgrad graph of eight modules must keep all eight gradients until a replay delivers them."""
     options = {"modules": ("ListBlock",), "order": (1, -1, -1.5), "delay": True, "reuse": True, "keeps_grads": True}
     assert outcome(Case("eight modules", (), "programs:compare", {**options, "events": ("step", "step")})).error == 0.0
 
@@ -64,7 +64,7 @@ print(json.dumps(left))
 
 
 def nodes(setting: str) -> list[bool]:
-    """Return, for each captured forward, whether an autograd node of the warmup still exists then."""
+    """Return, for each captured forward, whether it finds an autograd node that the warmup has left."""
     return json.loads(run_program(f"ORDER = {ORDER}{NODES}", TE_GRAPH_FIXES=setting).splitlines()[-1])
 
 
@@ -121,7 +121,7 @@ print(json.dumps({" ".join(map(str, each)): train(*each, os.environ["GRAPHED"] =
 
 
 def trainings(setting: str, graphed: str) -> dict[str, list[str | None]]:
-    """Return digests of the gradients after each microbatch, by program. A missing gradient is None."""
+    """Return, for each program, digests of the gradients after each microbatch, with None for a missing gradient."""
     output = run_program(TRAININGS, TE_GRAPH_FIXES=setting, GRAPHED=graphed)
     found: dict[str, list[str | None]] = json.loads(output.splitlines()[-1])
     return found
@@ -133,7 +133,7 @@ def te_alone() -> dict[str, list[str | None]]:
 
 
 def test_eager_training_is_as_without_the_fixes(te_alone: dict[str, list[str | None]]) -> None:
-    """This includes loops that sum the microbatches themselves, because TE's eager `backward_dw` replaces ``.grad``."""
+    """Some programs add up the gradients themselves, because TE's eager `backward_dw` replaces ``.grad``."""
     assert trainings("on", "no") == te_alone
 
 
@@ -160,7 +160,7 @@ print(json.dumps(added))
 
 @pytest.mark.skipif(MINOR == 10, reason="the order of TE 2.10 has no wgrads")
 def test_microbatches_share_the_memory_of_one_wgrad() -> None:
-    """A capture stores no wgrad per microbatch: six more microbatches need less memory than one weight."""
+    """A capture stores no wgrad for each microbatch, so six more microbatches must need less memory than one weight."""
     two, eight = json.loads(run_program(BYTES))
     assert eight - two < 512 * 512 * 2
 

@@ -1,4 +1,4 @@
-"""Test that nothing changes without a capture: edited functions of TransformerEngine run with and without fixes."""
+"""Test that the fixes change no result of TransformerEngine's edited functions in training without a capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.child import simulate
 pytestmark = pytest.mark.te
 
 QUICK = {"hopper": "2/15", "blackwell": "1/14", "blackwell-rtx": "3/16"}
-"""The selection of programs for each GPU (PART of `tests.support.eager_training`)."""
+"""The programs for each simulated GPU, as the argument PART of `tests.support.eager_training`."""
 
 
 def is_capture_only(module: str, name: str) -> bool:
@@ -24,7 +24,7 @@ def is_capture_only(module: str, name: str) -> bool:
 
 
 def edited() -> list[tuple[str, str]]:
-    """Return (module, name) of each edited function that also runs in eager training."""
+    """Return the module and the name of each edited function that also runs in eager training."""
     source, _ = published.examined("installed")
     needed = published.needed("installed")
     patches = compile_patches(source, needed, patched(source, needed))
@@ -34,7 +34,7 @@ def edited() -> list[tuple[str, str]]:
 
 @functools.cache
 def outcome(switch: str, gpu: str, part: str) -> list[Any]:
-    """Return each program with digests of its operations and results, and last the edited functions that ran."""
+    """Return, for each program, digests of its operations and results, and last the edited functions that ran."""
     functions = json.dumps(edited() if switch == "on" else [])
     program = ("-m", "tests.support.eager_training", functions, part)
     lines = simulate(*program, imported=(), TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu).splitlines()

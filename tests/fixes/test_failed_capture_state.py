@@ -1,4 +1,4 @@
-"""Test the error of a failed capture on the simulator. `verify` tests the state afterwards."""
+"""Test the error of a failed capture on the simulator. Cases of `verify` test the state after it."""
 
 from __future__ import annotations
 

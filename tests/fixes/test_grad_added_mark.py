@@ -1,4 +1,4 @@
-"""Test that a graph sets the marks of eager TE after each backward and wgrad, on the simulator."""
+"""Test on the simulator that a replay sets ``grad_added_to_main_grad`` like an eager backward or `backward_dw`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the lifetimes of grad inputs that ``grad-input-lifetime`` computes. Cases of `verify` send gradients."""
+"""Test the lifetimes of grad inputs that ``grad-input-lifetime`` computes. Cases of `verify` test the graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.megatron_orders import interleaved, layer_wise
 
 @dataclass
 class Stage:
-    """One stage of an interleaved pipeline, and its part of a step with every layer as a chunk."""
+    """One stage of an interleaved pipeline, and the schedule of its step if every layer is a chunk."""
 
     stages: int
     stage: int
@@ -63,16 +63,17 @@ def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], l
 
 
 def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """Return the releases of TE: a chunk's grad input is released after the capture of the next chunk's dgrad."""
+    """Return the releases of TE, which releases each grad input after the capture of the next dgrad."""
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
     return {this: after + 1 for this, after in pairwise(dgrads) if after + 1 < len(order)}
 
 
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """Return, by dgrad, the position of the entry before which Megatron has read the grad input.
+    """Return, by the position of each dgrad, the position of the entry before which Megatron has read its grad input.
 
-    The layer below reads a grad input at the next dgrad. A gradient that leaves a model chunk is sent. Megatron waits
-    for the send in the step of the next model chunk's backward: after its dgrads and forwards, before its last wgrad.
+    Within a model chunk, the layer below reads a grad input at the next dgrad. The grad input of a model chunk's first
+    layer is sent. Megatron waits for this send in the step of the next model chunk's backward, after its dgrads and
+    forwards, but before its last wgrad.
     """
     place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]
@@ -138,7 +139,7 @@ def test_the_last_send_before_the_cooldown_is_held_until_a_later_one_is_waited_f
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("wgrads", [False, True])
 def test_a_stage_with_one_model_chunk_needs_one_grad_input_more_than_te(microbatches: int, wgrads: bool) -> None:
-    """TE's rule needs two grad inputs at a time: the one that a layer reads, and the one that it returns."""
+    """By TE's rule, two grad inputs are in use at a time, because a layer reads one and returns another."""
     layers = 48
     order = layer_wise([1] * microbatches + [-1] * microbatches, [layers], wgrads)
     found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)

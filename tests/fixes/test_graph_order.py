@@ -84,7 +84,7 @@ def assign(plan: Plan, samples: list[list[Tensor]], reuse: bool) -> list[list[Te
 
 
 def check_entries(order: list[float]) -> None:
-    """Check that each entry belongs to the next microbatch, and that its last read is the right entry."""
+    """Check the microbatch of each entry, and that its ``last_read`` is the last backward entry of this microbatch."""
     plan = plan_of(order)
     seen: dict[float, int] = {}
     for position, (value, entry) in enumerate(zip(order, plan.entries, strict=True)):
@@ -144,7 +144,7 @@ def check_inputs(order: list[float], choices: random.Random) -> None:
 
 
 def check_mutated(order: list[float], choices: random.Random) -> None:
-    """Check that a changed order raises only if it is illegal, with one line that names the entry and the rule."""
+    """Check that a changed order raises an error only if it is illegal. The message is one line about ``_order``."""
     changed = changed_order(order, choices)
     if legal(changed):
         assert len(parse(changed)) == len(changed)
@@ -200,7 +200,7 @@ def test_wgrad_that_no_module_delays() -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("order", [NAMED[name] for name in sorted(NAMED)], ids=sorted(NAMED))
 def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[float], reuse: bool) -> None:
-    """An example is Megatron-Core's rotary table, which TE without the fixes shares too."""
+    """TE without the fixes also shares such a constant, for example the rotary table of Megatron-Core."""
     plan = plan_of(order)
     constant = Tensor(requires_grad=False)
     forwards = [position for position, entry in enumerate(plan.entries) if entry.kind == FORWARD]

@@ -18,7 +18,7 @@ FIX = "param-grad-lifetime"
 NEEDED = FIX in published.te("installed").needed
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
-"""The numbers of biases and norm weights, whose gradients one kernel copies."""
+"""The numbers of biases and norm weights in each module. One kernel copies all their gradients."""
 
 
 COPIES = """

@@ -1,4 +1,4 @@
-"""Test on the simulator the programs of `verify`'s driver and of `tests.programs`."""
+"""Test, on the simulator, programs of `verify`'s driver and the programs of `tests.programs`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ALSO = (
 """Cases of `verify` that are wrong if only their fix is disabled."""
 PROGRAMS = {name: CASES[name] for name in ALSO} | SIMULATED
 MODULES = [path.stem for path in sorted((ROOT / "tests" / "programs").glob("[!_]*.py"))]
-"""The modules of `tests.programs`."""
+"""The names of the modules in `tests.programs`."""
 QUICK = {case.fixes: case for case in reversed(PROGRAMS.values())}.values()
-"""One program for each fix."""
+"""One program for each set of fixes."""
 
 
 @pytest.mark.parametrize("simulated", ["hopper", "blackwell"])
@@ -62,7 +62,7 @@ def test_orders_give_what_eager_gives(module: str) -> None:
 
 
 def unexpected(module: str, switch: str) -> list[str]:
-    """Return the unexpected outcomes of the programs of a module in `tests.programs`, or []."""
+    """Return a line for each program of a module in `tests.programs` that has an unexpected outcome, or []."""
     outcomes = json.loads(simulate("-m", "tests.programs", module, TE_GRAPH_FIXES=switch))
     assert outcomes
     return [

@@ -1,4 +1,4 @@
-"""Test that the quick cases of each fix are wrong without it, and bit-identical with it, on the installed TE."""
+"""Test that all quick cases of a fix are bit-identical with the fixes, and that at least one is wrong without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that a refused replay changes no state, and that only declared orders of a replay's steps matter."""
+"""Test that a replay that raises an error changes no state, and that only the declared orders of steps matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test on the simulator that replays with arguments unlike the samples are correct or raise an error."""
+"""Test on the simulator that replays with arguments unlike the sample arguments are correct or raise an error."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ for forward in (teacher, router):
     for grad in (False, True):
         compare(train, forward, lambda: (random(grad=False),), lambda: (random(grad=grad),))
 
-# None is not an output that needs no gradient.
+# A replay returns None for an output that is None.
 module = Module(lambda linear, x: (linear(x), None, x.detach() + 1))
 output, none, detached = te.make_graphed_callables(module, (random(),))(random())
 assert (output.requires_grad, none, detached.requires_grad) == (True, None, False)
 
-# In evaluation, a graph has no backward. Its outputs may need a gradient, but the gradient is refused.
+# In evaluation, a graph has no backward. Its outputs may need a gradient, but their backward raises an error.
 module = Module(lambda linear, x: linear(x)).eval()
 te.make_graphed_callables(module, (random(),))
 try:
@@ -291,7 +291,7 @@ for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (1, 
 
 ASKED = """
 class Layer(torch.nn.Module):
-    # Its forward leaves traces: a counter, a buffer, random numbers and the scales of FP8.
+    # The forward leaves traces in a counter, a buffer, the random state and the FP8 scales.
     def __init__(self, function):
         super().__init__()
         self.linear, self.function, self.calls = linear(), function, 0
@@ -324,7 +324,7 @@ def train(graphed, function, sample, others, recipe, checkpointed):
         assert other.grad is None
     if graphed:
         assert layer.calls == calls
-    return found if checkpointed else [*found, layer.mean]  # the checkpoint of an eager layer adds to it twice
+    return found if checkpointed else [*found, layer.mean]  # an eager checkpoint adds to it twice
 
 def whole(grad=False):
     return random(4, 8, 1, grad=grad)

@@ -51,7 +51,7 @@ REFUSED = {
     "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter was added, replaced",
     "unfrozen-parameters": "a parameter that needed no gradient when this graph was captured needs one now",
 }
-"""Parts of the errors that programs must raise."""
+"""A part of the error message that each of these programs must raise."""
 UNAFFECTED = {
     *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
     *("written-in-place", "checkpoint-inside-of-the-autocast", "delayed-together"),
@@ -61,7 +61,7 @@ UNAFFECTED = {
 
 @functools.cache
 def run(disable: str) -> dict[str, Any]:
-    """Return the measurements of the cases by name, from a child process on the simulator."""
+    """Run the cases on the simulator, without the fixes in ``disable``, and return the results by case."""
     cases = ALONE if disable else CONTRACT
     done = on_simulator("-m", "tests.verify.child", *cases, TE_GRAPH_FIXES_DISABLE=disable)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -69,7 +69,7 @@ def run(disable: str) -> dict[str, Any]:
 
 
 def measured(case: str, disable: str) -> dict[str, Any]:
-    """Return the measurements of a case. Skip the test if this TE cannot run the case."""
+    """Return the result of a case. Skip the test if this TE cannot run the case."""
     found = run(disable)[case]
     if found["outcome"] == "skipped":
         pytest.skip(found["detail"])
@@ -357,7 +357,7 @@ NEXT = "in the next step"
 
 
 def test_a_change_raises_at_once() -> None:
-    """A replay also raises the error within a step, whatever the mark of the microbatch is."""
+    """The next replay raises the error, even within a step, and whether or not its microbatch is the first."""
     found = run_program(LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
@@ -528,7 +528,7 @@ for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.
             step()
             active = step is te_graph_fixes.activate
     for module, is_ours in zip(modules, are_ours):
-        nested(module, torch.nn.Identity())  # right in any case
+        nested(module, torch.nn.Identity())  # correct in any case
         assert raises(lambda: move(module)) == is_ours, (steps, are_ours)
     for (one, is_ours), (other, is_too) in itertools.combinations(zip(modules, are_ours), 2):
         assert raises(lambda: nested(one, other)) == (is_ours and is_too), (steps, are_ours)
@@ -538,7 +538,7 @@ print(number)
 
 
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations() -> None:
-    """Captures without active fixes have no contract."""
+    """Graphs that were captured without active fixes check no replay preconditions."""
     number = int(run_program(ACTIVATIONS))
     assert number == 9 + 6  # 9 first captures, and 6 second captures without a deactivation before them
 
@@ -560,7 +560,7 @@ class Single(torch.nn.Linear):
         return self
 
 class Witness:
-    # An attribute that is copied with its module, and prints whether the module has its graph meanwhile.
+    # An attribute that is copied with its module. During the copy, it prints whether the module has its graph.
     def __init__(self, module):
         self.module = module
 
@@ -618,7 +618,7 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
     ],
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
-    """Copies of copies are eager, too. The class stays unchanged, because it may define how to make deep copies."""
+    """Copies of copies are eager, too. The module's class, which may define ``__deepcopy__``, stays unchanged."""
     assert run_program(COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 
@@ -664,7 +664,7 @@ print(len(_te_replay_contract_record._pools))
 
 
 def test_released_captures_leave_nothing_in_their_pool() -> None:
-    """The pool only keeps the time of the last replay of a released graph."""
+    """Of released graphs, the record of the pool must keep only the time of the last replay."""
     bounded, error, pools = run_program(RELEASED_CAPTURES).splitlines()
     assert (bounded, pools) == ("True", "0")
     assert "cannot be replayed: a released graph was replayed after its forward" in error
@@ -740,7 +740,7 @@ for action in ("error", "error", "default", "error"):
 
 
 def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
-    """Each replay raises the warning as an error, until the warning was once shown as a warning."""
+    """Each replay raises the warning as an error, until it has been shown once as a warning."""
     assert run_program(WARNED).count("\n") == 2
 
 
@@ -822,7 +822,7 @@ copies.clear()
 with save_on_cpu():
     trained(x * 1)
 frozen(torch.no_grad())
-copies.pop()  # the clone of this program
+copies.pop()  # the program's own clone
 """
 
 
@@ -844,7 +844,7 @@ copies.pop()  # the clone of this program
     ],
 )
 def test_without_a_checkpoint_only_the_gradients_of_parameters_are_copied(step: str, copies: int) -> None:
-    """Activation offloading, a frozen part and an evaluation are not checkpoints."""
+    """Activation offloading, a frozen part and an evaluation must not be taken for checkpoints."""
     assert run_program(COPIED.replace("STEP", step)) == f"{copies}\n"
 
 
@@ -919,7 +919,7 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
     ],
 )
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
-    """Checkpoints recompute by hooks or by an autograd function, also with activation offloading in or around them."""
+    """The checkpoints recompute with hooks or an autograd function, also together with activation offloading."""
     assert run_program(CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
 
 

@@ -1,7 +1,7 @@
 """Test that no selection of fixes is worse than TransformerEngine (TE) without fixes in a case of `verify`.
 
-If a selection is worse, one of its fixes must require a fix that the selection lacks. All selections with all cases
-take half an hour of one core for each TE, so the other tests only run cases in which a selection was once worse.
+If a selection is worse, one of its fixes needs another fix and must list it in ``requires``. All selections with all
+cases take half an hour of one core for each TE, so the quick test runs only cases in which a selection was once worse.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def rank(found: Outcome) -> int:
 def is_worse(name: str, found: Outcome, alone: Outcome) -> bool:
     """Return whether an outcome is worse than the outcome without fixes (``alone``).
 
-    All wrong numbers are equal for programs that break a replay precondition and for `OF_OTHERS`, because these
-    programs read memory of other graphs.
+    All wrong numbers count as equally bad for programs that break a replay precondition and for `OF_OTHERS`, because
+    these programs read memory of other graphs.
     """
     if not (found.error and alone.error):
         return rank(found) > rank(alone)

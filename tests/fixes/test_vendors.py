@@ -1,4 +1,4 @@
-"""Test that known changes of vendors in TransformerEngine (TE) disable no fix, and that the fixes work."""
+"""Test that the fixes apply and work in TransformerEngines (TE) with known changes of vendors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.te
 
 
 def one_stream(text: str) -> str:
-    """Return graph.py with one stream for warmup and captures, as ROCm's TransformerEngine #644 describes it."""
+    """Return graph.py with one stream for warmup and captures, as ROCm's TransformerEngine #644 describes."""
     warmup = "    with torch.cuda.stream(torch.cuda.Stream()):"
     assert text.count(warmup) == 1
     text = text.replace(warmup, "    capture_stream = torch.cuda.Stream()\n    with torch.cuda.stream(capture_stream):")
@@ -29,7 +29,7 @@ def one_stream(text: str) -> str:
 
 
 def other_devices(text: str) -> str:
-    """Return utils.py of a TE for devices of several vendors, as TransformerEngine-FL describes it."""
+    """Return utils.py for devices of several vendors, as TransformerEngine-FL describes."""
     text, conditions = re.subn(r"if x\.is_cuda(?=\s+else x)", "if x.device.type == te_device_type()", text)
     assert conditions == 1
     return text.replace("\ndef ", '\ndef te_device_type():\n    return "cuda"\n\n\ndef ', 1)
@@ -42,7 +42,7 @@ VENDORS: dict[str, tuple[str, Callable[[str], str]]] = {
 
 
 def with_change(version: str, vendor: str, folder: Path) -> Path:
-    """Return the folder of a published TE with a vendor's change."""
+    """Copy a published TE to ``folder``, apply a vendor's change to the copy, and return the folder."""
     shutil.copytree(source(version), folder, dirs_exist_ok=True)
     name, change = VENDORS[vendor]
     file = folder / "transformer_engine" / "pytorch" / name

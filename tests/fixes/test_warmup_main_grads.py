@@ -73,7 +73,7 @@ def shared(first, second, layers):
     return [buffer]
 
 def unused(make):
-    # A fused wgrad needs a contiguous main_grad, but a parameter without one may have any.
+    # A fused wgrad needs a contiguous main_grad, but the main_grad of an unused parameter may have any layout.
     def layout(first, second, layers):
         first.weight.main_grad = torch.zeros(64, 32, device="cuda")
         second.weight.main_grad = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda")

@@ -49,7 +49,7 @@ def words(found: Mapping[str, Assessment]) -> dict[str, str]:
 
 
 def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPatch]:
-    """Compile and return the changed functions. Fail if one reads an undefined name or needs another closure."""
+    """Compile and return the changed functions. Fail if one reads an undefined name or has another closure."""
     patches = compile_patches(tree, changes, patched(tree, changes))
     for patch in patches:
         module = tree.module(patch.module)
@@ -63,7 +63,7 @@ def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPa
 
 
 def global_names(code: CodeType | None) -> set[str]:
-    """Return the global names that a function reads, with the functions nested in it."""
+    """Return the global names that a function and the functions nested in it read."""
     if code is None:
         return set()
     names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}

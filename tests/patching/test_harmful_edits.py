@@ -1,7 +1,7 @@
-"""Test that an edit of TransformerEngine (TE) that keeps a bug, or reverts part of its fix, never hides the bug.
+"""Test that no edit that leaves a bug in TransformerEngine (TE) hides the bug from its fix.
 
-The edits are like mistakes in cherry-picks: an omitted edit, an inverted condition, or a part of the upstream fix. The
-verdict must be ``applicable`` or ``unrecognized``, never ``not-needed``.
+The edits are like mistakes in cherry-picks of upstream fixes: an omitted edit, an inverted condition, or only a part of
+the fix. The verdict must be ``applicable`` or ``unrecognized``, never ``not-needed``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_correction_with_one_edit_left_out_is_not_said_to_be_whole(version: st
 
 
 def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
-    """Yield (fix, module, statement) for each statement of the upstream fixes in the newest TE."""
+    """Return (fix, module, statement) for each statement of the upstream fixes in the newest TE."""
     tree, verdicts = examined(NEWEST)
     parts = {}
     for fix_id, verdict in verdicts.items():
@@ -105,7 +105,7 @@ IN_PART = [
         "\n    def begin_anew(self):\n        self.is_first_microbatch = True\n",
     ),
 ]
-"""Edits that leave only a part of an upstream fix: fix, module, pattern, and the text that replaces the match."""
+"""Edits that leave only a part of an upstream fix, each as fix, module, pattern, and the text for the match."""
 
 
 @pytest.mark.parametrize(("fix_id", "module", "pattern", "text"), IN_PART)

@@ -27,7 +27,7 @@ def functions(module: ModuleSource) -> list[ast.FunctionDef]:
 
 
 def bodies(module: ModuleSource) -> Iterator[list[ast.stmt]]:
-    """Yield every list of statements in functions."""
+    """Yield every list of statements in the functions of a module, such as a body or an ``else`` branch."""
     inside = [node for function in functions(module) for part in function.body for node in ast.walk(part)]
     for node in dict.fromkeys([*functions(module), *inside]):
         for name in ("body", "orelse", "finalbody"):
@@ -87,7 +87,7 @@ def at_line_ends(module: ModuleSource) -> Insertions:
 
 
 def parameters(module: ModuleSource) -> Insertions:
-    """Yield edits that add a parameter with a default. Calls with other keyword arguments pass the parameter too."""
+    """Yield edits that add a parameter with a default to every function that has parameters."""
     for node in functions(module):
         given = node.args
         parts = [*given.args, *given.defaults, given.vararg, *given.kwonlyargs, *given.kw_defaults]
@@ -103,7 +103,7 @@ def streams(module: ModuleSource) -> Insertions:
 
 
 def decorators(module: ModuleSource) -> Insertions:
-    """Yield edits that add two decorators: one outside all others, and one inside them."""
+    """Yield edits that add two decorators to every function: one above and one below its own decorators."""
     for node in functions(module):
         for line in (first_line(node), node.lineno):
             yield module.starts[line], f"{' ' * node.col_offset}@harmless  # harmless line {line}\n"

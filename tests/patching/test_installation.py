@@ -43,19 +43,19 @@ class StandIn:
         self.module: ModuleType = importlib.import_module(CODE)
 
     def edit(self, qualname: str, old: str, new: str) -> Assessment:
-        """Return a verdict that replaces the only ``old`` of a function with ``new``, at the same indent."""
+        """Return a verdict whose edit replaces the only ``old`` in a function by ``new``, with the same indent."""
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
     def insert(self, qualname: str, below: str, text: str) -> Assessment:
-        """Return a verdict that inserts ``text`` above the only statement ``below`` of a function."""
+        """Return a verdict whose edit inserts ``text`` above the only statement ``below`` in a function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
         return change([edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Assessment:
-        """Return a verdict that adds the definition ``text`` below the definition ``after``."""
+        """Return a verdict whose edit adds the definition ``text`` below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]
@@ -399,7 +399,7 @@ def test_a_module_is_added_and_removed(standin: Callable[..., StandIn]) -> None:
 
 
 def test_a_module_that_is_added_again_keeps_what_it_holds(standin: Callable[..., StandIn]) -> None:
-    """If the package of the module is imported again, the module is a new one."""
+    """A second installation adds the same module object, unless the module's package was imported again."""
     package = standin("def run():\n    return 1\n")
     added = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Test how TransformerEngine's (TE's) source is read: its version, definitions, matches of patterns, and edits."""
+"""Test the source of TransformerEngine (TE): its version, its definitions, matches of patterns, and edits."""
 
 from __future__ import annotations
 

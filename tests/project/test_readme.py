@@ -161,7 +161,7 @@ def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
 
 
 def rows(page: str, heading: str, column: str) -> list[list[str]]:
-    """Return the cells of each row of the table in a section that has ``column`` in its first line."""
+    """Return the rows of a section's table whose header contains ``column``, each as a list of cells."""
     section = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
     assert section, heading
     (table,) = [
@@ -293,7 +293,7 @@ def test_readme_shows_the_output_of_status() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
 def test_a_page_shows_the_line_of_run(page: Path) -> None:
-    """tests/activation/test_messages.py tests the words of the line."""
+    """The words of the line are tested in tests/activation/test_messages.py."""
     applied = len(needed("2.12.0"))
     line = (
         rf"te-graph-fixes: host=\S+ rank=\d+ te=2.12.0 package={NEXT} mode=memory applied={applied} missing=0 digest="
@@ -347,7 +347,7 @@ def test_a_quoted_error_is_one_of_the_package(quote: str) -> None:
 
 @functools.cache
 def texts_of_errors() -> list[str]:
-    """Return the strings in the support modules, with ``{}`` for the values in them."""
+    """Return the strings in the support modules, with ``{}`` for each value in an f-string."""
     found = []
     for path in (ROOT / "te_graph_fixes" / "support").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -362,7 +362,7 @@ def texts_of_errors() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_parts_are_current(page: Path) -> None:
-    """``python -m tools.tables`` updates them."""
+    """``python -m tools.tables`` updates the generated parts of a page."""
     assert with_parts(page.read_text()) == page.read_text(), "run `python -m tools.tables`"
 
 

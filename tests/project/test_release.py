@@ -112,7 +112,7 @@ def version_of(folder: Path) -> str:
 
 
 def test_versions_of_commits_differ(tmp_path: Path) -> None:
-    """The versions of a clone, its build, the sdist of a build, and a copy without git are compared."""
+    """The test compares the versions of a clone, its build, the sdist of a build, and a copy without git."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     dist = build(checkout)
@@ -130,7 +130,7 @@ def test_versions_of_commits_differ(tmp_path: Path) -> None:
 
 
 def built_version(checkout: Path) -> str:
-    """Return the version of a wheel built from the sdist, which its name and its import must share."""
+    """Build a wheel through an sdist, and return its version, on which its name and its import must agree."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), "."]
     shutil.rmtree(checkout.parent / "dist", ignore_errors=True)
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
@@ -176,7 +176,7 @@ def test_the_patches_of_a_release(tmp_path: Path) -> None:
 
 
 def test_an_installation_without_an_index(wheel: Path, tmp_path: Path) -> None:
-    """The environment is like a container without a network: it has a folder of wheels and an installed TE."""
+    """Like a container without a network, the environment has only a folder of wheels and an installed TE."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "download", "--quiet", "--dest", str(tmp_path / "wheels"), "wrapt<3", "packaging"], check=True

@@ -71,7 +71,7 @@ def test_a_patch_contains_only_used_parts_of_the_spine(fix: str, tmp_path: Path)
 
 
 def checkout_with_patch(fix: str, root: Path, folder: Path) -> Path:
-    """Return a copy of a TE with the patches of one report."""
+    """Copy a TE, apply the patches of one report to the copy, and return its folder."""
     checkout = checkout_of(root, folder / "te")
     upstream.main([str(checkout), str(folder), fix])
     patches = [folder / fix / name for name in ("required.patch", "fix.patch")]
@@ -80,7 +80,7 @@ def checkout_with_patch(fix: str, root: Path, folder: Path) -> Path:
 
 
 def checkout_of(root: Path, folder: Path) -> Path:
-    """Return a copy of a TE, with a file of tests."""
+    """Return a copy of a TE that also contains a file of tests."""
     tests = copy_of(root, folder) / upstream.TEST_FILE
     tests.parent.mkdir(parents=True)
     tests.write_text("import torch\nfrom utils import reset_rng_states\n\nreset_rng_states()\n")

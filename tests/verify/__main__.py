@@ -1,6 +1,6 @@
 """``python -m tests.verify``, in a checkout: run test programs on a GPU, each without and with the fixes.
 
-It needs torch, TransformerEngine (TE), wrapt and packaging.
+The command needs torch, TransformerEngine (TE), wrapt and packaging.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import runner
 from .cases import select
 
 _EXIT_STATUS = """\
-exit status: 0 every replay is bit-identical with the fixes; 1 a replay is not, or could not be measured;
-  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all others pass
+exit status: 0 with the fixes, every replay is bit-identical to eager training; 1 a replay differs or was not measured;
+  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all other cases pass
 example: python -m tests.verify --quick
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases named by ``arguments``, by default of the command line, and return the exit status."""
+    """Run the cases that ``arguments`` (by default, the command line) select, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.verify",
         description="Run test programs on a GPU, each without and with the fixes.",
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("wanted", nargs="*", metavar="FIX", help="fixes or cases to run (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--quick", action="store_true", help="run only one or two cases for each fix")
+    parser.add_argument("--quick", action="store_true", help="run only one to four cases for each fix")
     parser.add_argument(
         "--limit",
         type=float,

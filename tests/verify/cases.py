@@ -15,12 +15,12 @@ from te_graph_fixes.settings import did_you_mean
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of graph replay with eager training.
+    """One comparison of graph replays with eager training.
 
     ``function`` (``module:name`` in this package) is called with ``options`` and returns measures by name. The measure
     ``errors`` maps names of results to lists of relative errors, which are 0.0 for bit-identical results. If the
     measure ``damaged`` is true, the process cannot run another case. ``fixes`` are the ids of the tested fixes.
-    ``--quick`` selects ``quick`` cases.
+    ``--quick`` selects the cases whose ``quick`` is true.
     """
 
     name: str
@@ -54,17 +54,17 @@ OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""The schedule of the first of two stages, with two model chunks of two layers, and four microbatches.
+"""The schedule of the first of two pipeline stages, with two model chunks of two layers, and four microbatches.
 
-Each layer is a chunk, as with ``overlap_moe_expert_parallel_comm``.
+Each layer is a chunk of the schedule, as with Megatron-Core's ``overlap_moe_expert_parallel_comm``.
 """
 UNEVEN_SENDS = (
     *(1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, -3, 3, -3, 1, -3, 1, -3, 2, -2, 2, -2, 3, -2, 3, -2),
     *(-1, -1, -1, -1, -3, -3, -2, -2, -1, -1),
 )
-"""The schedule of the first of two stages, with three model chunks, and six microbatches in groups of four."""
+"""The schedule of the first of two pipeline stages, with three model chunks, and six microbatches in groups of four."""
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
-"""The schedule of one of two stages, with two chunks and four microbatches."""
+"""The schedule of one of two pipeline stages, with two chunks and four microbatches."""
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
@@ -81,7 +81,8 @@ STATE, NOT_CACHED = "fp8-state-at-replay", (STALE, WARMUP, PARAM_GRADS)
 def _program(name: str, fixes: Iterable[str], quick: bool = False, **options: Any) -> Case:
     """Return a case of one `Program`, by default with three steps.
 
-    The program removes each ``.grad`` immediately, so no gradient is added to another one.
+    By default, the program removes each ``.grad`` right after its backward, so that gradients do not add up in
+    ``.grad``.
     """
     return Case(name, tuple(fixes), "programs:compare", {"events": _STEPS, "takes_grads": True, **options}, quick)
 
@@ -97,7 +98,7 @@ def _programs(
 def _memory(
     name: str, fixes: Iterable[str], programs: Mapping[str, Mapping[str, Any]], quick: bool = False, **shared: Any
 ) -> Case:
-    """Return a case of several programs whose captures need equal amounts of memory."""
+    """Return a case of several programs whose captures should need equal amounts of memory."""
     return Case(name, tuple(fixes), "memory:compare", {"programs": programs, **shared}, quick)
 
 
@@ -106,7 +107,7 @@ def _training(
 ) -> Case:
     """Return a case with three microbatches per step, one module per chunk, and fused wgrads.
 
-    As in Megatron-Core, modules use is_first_microbatch, and FP8 graphs cache weights.
+    As in Megatron-Core, modules have an ``is_first_microbatch`` attribute, and FP8 graphs cache weights.
     """
     given = {
         "modules": (module,) * int(max(options.get("order", (1,)))),
@@ -122,26 +123,32 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Return a case of delayed wgrads in the schedule ``order``. Modules do not mark first microbatches."""
+    """Return a case that delays wgrads in the schedule ``order``. Its modules do not mark first microbatches."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """Return a case with an unusual order of replays. It may break a replay precondition (``breaks``)."""
+    """Return a case with an unusual sequence of replays.
+
+    If ``breaks`` is true, the sequence breaks a replay precondition, so the case may raise an error.
+    """
     given = {"modules": ("layernorm_mlp",), "bias": options.get("modules") != ("linear",), "takes_grads": False}
     return _program(name, fixes or (CONTRACT,), quick, breaks=breaks, **{**given, **options})
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Return a case of modules in `driver.outputs`. Two microbatches in flight reuse the static buffers."""
+    """Return a case with a program for each of the ``outputs``, which are kinds of modules in `driver.outputs`.
+
+    Two microbatches are in flight, and a third one reuses the static buffers of the first.
+    """
     programs = {output: {"modules": (f"{output} output",)} for output in outputs}
     options = {"order": (1, 1, -1, 1, -1, -1), "reuse": True, "takes_grads": True, "events": ("step",)}
     return _programs(name, ("weak-reference-layout",), programs, quick=True, **options)
 
 
 def _recomputed(name: str, recipe: str) -> Case:
-    """Return a case of a module that recomputes activations, alone and after a model with cached weights."""
+    """Return a case of a module that recomputes activations, alone and after another model that caches weights."""
     programs = {"alone": {}, "after cached": {"first": "cached", "order": (1, -1) * 2}}
     return _programs(name, NOT_CACHED, programs, modules=("Recomputed",), recipe=recipe, weights="marked")
 
@@ -168,7 +175,7 @@ _THREE_IN_FLIGHT = (
 )
 _EVALUATED = ("step", "save", "evaluate_in_bf16", "step", "save", "evaluate_in_other", "step", "save")
 
-# Cases follow each other without the line breaks of `ruff format`.
+# `ruff format` would spread each case over many lines.
 # fmt: off
 _ALL = (
     _training("experts-fp8-delayed", (SKIP, WARMUP), module="grouped_linear", recipe="delayed", quick=True),
@@ -401,7 +408,7 @@ _ALL = (
         for order in ((), (1, -1))
     }, quick=True, modules=("layernorm_linear",), bias=True),
 )
-# Programs that only tests run, on the simulator.
+# Only tests run these programs, on the simulator.
 _BESIDE = (
     _program("subclass-inside", (NESTED,), modules=("linear", "SpecialInside"), recipe="delayed", together=True),
     _program("enabled-by-module", (NESTED,), modules=("Block", "linear"), recipe="delayed", together=True,
@@ -421,7 +428,7 @@ _BESIDE = (
     _program("own-autocast-alone", (), modules=("OwnAutocast", "linear"), other="delayed"),
     _program("own-autocast-in-another-delayed", (), modules=("OwnAutocast", "linear"), recipe="delayed",
         other="delayed"),
-    # Without the fixes, this is an illegal access on Blackwell.
+    # Without the fixes, this program causes an illegal memory access on Blackwell.
     _program("own-autocast-and-validations", (STATE, CACHED), modules=("OwnAutocast",), recipe="nvfp4", other="mxfp8",
         weights="cached", hidden=128, events=("step", "evaluate") * 2 + ("step",)),
     _program("checkpoints-of-graphs-and-eager", (), modules=("Block", "linear", "linear"), recipe="delayed",
@@ -464,7 +471,7 @@ _BESIDE = (
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
-    """Yield each `_training` case again with the Blackwell recipes. Other GPUs skip these cases."""
+    """Yield copies of each `_training` case with the Blackwell recipes. Other GPUs skip these copies."""
     done = []
     for case in cases:
         own = case.options.get("recipe")
@@ -479,18 +486,21 @@ def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
             if recipe != own:
                 again = {**case.options, **options, "recipe": recipe}
                 if recipe == "nvfp4" and options["weights"] == "cached":
-                    again["hidden"] = 128  # a smaller size does not trigger `nvfp4-weight-preswizzle`
+                    again["hidden"] = 128  # a smaller size hides the bug of `nvfp4-weight-preswizzle`
                 yield replace(case, name=f"{name}-{recipe}", options=again, quick=False)
 
 
 CASES: dict[str, Case] = {case.name: case for case in (*_ALL, *_in_blackwell_recipes(_ALL))}
 """Every case by its name."""
 SIMULATED: dict[str, Case] = {case.name: case for case in _BESIDE}
-"""The programs that only tests run, by name. ``fixes`` are the fixes without which they are wrong."""
+"""The cases that only tests run, by name. A case is wrong without its ``fixes``."""
 
 
 def select(wanted: Iterable[str], quick: bool = False) -> list[Case]:
-    """Return the cases with these names or fix ids, or all cases. Raise ValueError for an unknown name."""
+    """Return the cases whose names or fix ids are in ``wanted``, or all cases if it is empty.
+
+    If ``quick`` is true, return only quick cases. Raise ValueError if a name is unknown, or if no case is left.
+    """
     names = list(wanted)
     unknown = [name for name in names if name not in CATALOGUE and name not in CASES]
     if unknown:

@@ -1,9 +1,9 @@
 """``python -m tests.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
 A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one per
-line. Each line of output is an `Outcome`, whose ``error`` is the largest error of the case. A crash in a capture also
-counts as a result. If the process may be damaged after a case or an exception, the line contains ``last`` and the
-process exits with status 1. The environment selects the fixes.
+line. Each line of output contains the fields of an `Outcome`, ``case`` and ``last``. A case that raises an error has
+the outcome ``failed``. If the process may be damaged after a case, ``last`` is true, and the process exits with status
+1. The environment selects the fixes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named cases, or the cases from standard input. Return 0, or 1 once the process may be damaged."""
+    """Run the cases in ``arguments`` or from standard input. Return 1 once the process may be damaged, else 0."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to stderr
     broken = _broken()
@@ -44,12 +44,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _broken() -> dict[str, Any] | None:
-    """Return the result of every case if no case can run in this process, else None."""
+    """Return None if this process can run cases. Otherwise return the result that every case gets."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:
-        return {"outcome": "unmeasured", "detail": f"transformer_engine does not import: {_one_line(error)}"}
+        return {"outcome": "unmeasured", "detail": f"transformer_engine cannot be imported: {_one_line(error)}"}
     if not torch.cuda.is_available():
         return {"outcome": "unmeasured", "detail": "torch sees no GPU"}
     return None
@@ -74,7 +74,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _in_the_case(error: Exception) -> bool:
-    """Return whether an import of the case failed, rather than an import in TransformerEngine or in the fixes."""
+    """Return whether an import in the code of the cases failed, not one in TransformerEngine or in the fixes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 

@@ -17,7 +17,7 @@ LIMIT = 1.01
 
 
 def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Capture several `Program`s, which need equal amounts of memory, and return their errors and peaks.
+    """Capture several `Program`s, which should need equal amounts of memory, and return their errors and peaks.
 
     Each program has the ``shared`` options and its own. Its error is its peak divided by the lowest peak, minus 1. The
     error is 0.0 if this ratio is at most `LIMIT`. ``peaks`` are in bytes.
@@ -29,7 +29,7 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """Return the highest peak of a program in its second run. The first run allocates permanent workspaces."""
+    """Run a program twice, and return the highest peak of the second run. The first allocates permanent workspaces."""
     peaks(program)
     return max(peaks(program))
 

@@ -1,4 +1,4 @@
-"""Cases that run a program of the driver through graphs, and compare all results with eager training."""
+"""Run programs of the driver through graphs, and compare all results with eager training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .driver.events import train
 from .driver.program import Program, Skipped
 
 REFUSED = r"callable \d|captured with|modified by an inplace operation"
-"""A pattern of the errors of `replay-contract`, and of autograd's error for an overwritten output."""
+"""A pattern that matches errors of `replay-contract`, and autograd's error for an overwritten output."""
 
 
 def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str, Any]:
-    """Run a `Program` with these ``options``. Return the relative errors by kind, and the norm ratios of wgrads.
+    """Run a `Program` with these ``options``, eagerly and with graphs, and return the measures of a `Case`.
 
+    ``errors`` are relative errors by kind of result, and ``wgrad_norm`` are the norm ratios of the wgrads in each step.
     A program that ``breaks`` a replay precondition may raise the corresponding error. If ``refusal`` is not empty, the
     program must raise an error that matches this regular expression.
     """
@@ -43,7 +44,7 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
     """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each, by name.
 
-    Programs that this GPU or TE cannot run are skipped. If none can run, the whole case is skipped.
+    A program that this GPU or TE cannot run is skipped. If no program can run, the case is skipped.
     """
     largest: dict[str, list[float]] = {}
     damaged = False
@@ -74,7 +75,7 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
         if program.recipe not in BLACKWELL_RECIPES:
             raise
         said = " ".join(str(why).split())
-        raise Skipped(f"{', '.join(program.modules)} does not take {program.recipe}: {said}") from why
+        raise Skipped(f"{', '.join(program.modules)} does not support {program.recipe}: {said}") from why
     return train(graphed=True), eager
 
 

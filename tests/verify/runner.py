@@ -26,22 +26,22 @@ from .cases import Case
 
 CHILD = (sys.executable, "-m", f"{__package__}.child")
 LIMIT = 60.0
-"""The time limit for a case in seconds, the start of its process included."""
+"""The time limit for a case in seconds, including the start of its process."""
 
 COULD_NOT_RUN = 3
-"""The exit status if this TransformerEngine could not run some cases and all others are correct."""
+"""The exit status if this TransformerEngine could not run some cases and all other cases are correct."""
 
 WITHOUT, WITH = "without", "with"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one case in one child.
+    """The result of one case in one child process.
 
-    ``outcome`` is ``measured``, ``failed``, ``skipped``, ``unmeasured`` or ``unable``. If the case was ``measured``,
-    ``error`` is the largest relative error, 0.0 for bit-identical results. Otherwise ``detail`` is the reason. A case
-    ``failed`` if it raised an error or its process died. The process was ``unable`` to run a case if this
-    TransformerEngine lacks a name that the case imports.
+    ``outcome`` is ``measured``, ``failed`` (the case raised an error, or its process died), ``skipped`` (this GPU or
+    this TransformerEngine does not support the case), ``unmeasured`` (for example, because time or memory ran out) or
+    ``unable`` (this TransformerEngine lacks a name that the case imports). If the case was ``measured``, ``error`` is
+    the largest relative error, which is 0.0 for bit-identical results. Otherwise, ``detail`` is the reason.
     """
 
     outcome: str
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Return the error, or the outcome if the case was not measured."""
+        """Return the relative error, or a few words about the outcome if the case was not measured."""
         if self.outcome != "measured" or self.error is None:
             return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """The outcomes of one case: without the fixes (None if the case was not run without them), and with the fixes."""
+    """One case with its outcomes. The outcome ``without`` the fixes is None if the case was not run without them."""
 
     case: Case
     without: Outcome | None
@@ -177,7 +177,10 @@ class Child:
 
 
 def environment(switch: str) -> dict[str, str]:
-    """Return the environment with the fixes off, or with the user's choice of fixes (all if the user chose none)."""
+    """Return the environment of a child process: with the fixes off, or with the fixes that the user selected.
+
+    If the user turned the fixes off, all fixes are selected.
+    """
     if switch == WITHOUT:
         return {**os.environ, SWITCH: "off"}
     return {**os.environ, SWITCH: "on"} if Settings.read().off else dict(os.environ)
@@ -192,8 +195,8 @@ def measure(
 ) -> list[Row]:
     """Run ``cases`` without and with the fixes, and return a row for each.
 
-    The cases run in ``workers`` processes, by default up to 8, limited by the CPUs. ``command`` starts a process. A
-    baked TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. Progress goes to stderr.
+    The cases run in ``workers`` processes, by default one per CPU and at most 8, which ``command`` starts. A baked
+    TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. Progress is printed to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
@@ -239,7 +242,7 @@ def _cell(outcome: Outcome | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Return the reason why there is no GPU, or None. Query the driver, without importing torch."""
+    """Return the reason why no GPU can be used, or None. Ask the driver, without importing torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Test on the simulator that no fix increases the peak memory of a capture, and that captures keep ``main_grad``."""
+"""Test on the simulator that no fix increases the peak memory of a capture, and that a capture keeps ``main_grad``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 
 def peaks(setting: str) -> dict[str, int]:
-    """Return, by program, the bytes that the captures of `PROGRAMS` add at their peak."""
+    """Return the highest memory peak of a capture in bytes, for each of the `PROGRAMS`."""
     case = Case("peaks", (), "memory:compare", {"programs": PROGRAMS})
     found: dict[str, int] = measured(case, TE_GRAPH_FIXES=setting)["peaks"]["measures"]["peaks"]
     return found
@@ -120,7 +120,7 @@ print(json.dumps(changed))
 
 
 def changed_main_grads(setting: str) -> list[str]:
-    """Return the programs in which a capture has changed a ``main_grad`` or the memory next to it."""
+    """Return the names of the programs in which a capture changes a ``main_grad`` or the memory next to it."""
     return json.loads(simulate("-c", MAIN_GRADS, TE_GRAPH_FIXES=setting))
 
 

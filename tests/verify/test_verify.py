@@ -30,7 +30,7 @@ BESIDE = (
     *("inference-and-training-in-order", "norm-and-bias", "delayed-bias", "delayed-experts-in-order"),
     *("delayed-mlp-bias", "delayed-experts-bias", "other-module-first", "recomputed-weights", "experts-not-cached"),
 )
-"""Cases that are not quick, but test edits that no quick case tests."""
+"""Cases that are not quick, but test edits of fixes that no quick case tests."""
 
 
 def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
@@ -50,7 +50,7 @@ UNABLE = Outcome("unable", detail="ImportError: no such recipe")
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let children import the modules of this process, and ``tests``."""
+    """Allow child processes to import ``tests`` and the modules of this process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
@@ -115,7 +115,7 @@ def test_selection() -> None:
 
 
 def fake(script: str, **options: object) -> Outcome:
-    """Return the outcome of a case in a child process that runs ``script`` instead."""
+    """Return the outcome of a case in a child process that runs ``script`` instead of the case."""
     child = Child(os.environ, (sys.executable, "-c", script))
     try:
         return child.measure(CASES["linear-bf16"], **options)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
 
 
 def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
-    """Return the lines of a child on the simulator, in which ``prelude`` is run first."""
+    """Return the output lines of a child on the simulator, which runs ``prelude`` first."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('tests.verify.child', run_name='__main__')"
     done = on_simulator("-c", program, imported=(), **environment)
@@ -215,11 +215,13 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
     assert [line["case"] for line in lines] == ["linear-bf16", "plain-grad"]
     for line in lines:
         assert line["outcome"] == "unmeasured"
-        assert line["detail"] == "transformer_engine does not import: ImportError: libtransformer_engine.so: not found"
+        assert (
+            line["detail"] == "transformer_engine cannot be imported: ImportError: libtransformer_engine.so: not found"
+        )
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outcome) -> None:
-    """Replace the outcomes of all cases with these."""
+    """Replace `runner.measure`, so that each case gets these outcomes without a run."""
     monkeypatch.setattr(runner, "no_gpu", lambda: None)
     monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
 

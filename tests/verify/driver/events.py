@@ -71,8 +71,8 @@ def reseed_tracker(t: Training) -> None:
 def recapture(t: Training) -> None:
     """Capture again, and run a step.
 
-    Without the step, only the training with graphs would have the FP8 state that a capture creates. Eager training
-    creates it in its first forward.
+    Without the step, only the training with graphs would have the FP8 state that a capture creates, because eager
+    training creates this state in its first forward.
     """
     if t.graphed:
         t.release()
@@ -83,18 +83,18 @@ def recapture(t: Training) -> None:
 @event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
-    t.other = torch.ones(1, device="cuda")  # may be allocated in memory of the skip flag, which graphs still read
+    t.other = torch.ones(1, device="cuda")  # may use the memory of the skip flag, which graphs still read
 
 
 FAILURES = (
     *("warmup forward", "warmup backward", "capture forward", "capture backward", "capture wgrad"),
     *("spoiled forward", "spoiled backward", "no module", "other arguments"),
 )
-"""The places where a capture can fail. A ``spoiled`` capture becomes invalid, because it reads a value on the host."""
+"""The ways in which a capture can fail. A ``spoiled`` capture becomes invalid, because it reads a value on the host."""
 
 
 class Failing(Block):
-    """A block that fails at the place ``failure`` of a capture with two warmup iterations."""
+    """A block that raises an error at ``failure``, one of the `FAILURES`, in a capture with two warmup iterations."""
 
     failure, count = "", 0
 
@@ -115,14 +115,14 @@ class Failing(Block):
 
 
 class NotAModule:
-    """A callable for which TE raises an error after a capture has begun."""
+    """An argument for which TE raises an error only after a capture has begun."""
 
     def modules(self) -> list[object]:
         return []
 
 
 def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
-    """Run an eager step of an extra layer, with two microbatches."""
+    """Run an eager step of two microbatches with ``layer``, which is not one of the program's layers."""
     t.mark_first(layer)
     for _ in range(2):
         if program.delay:  # TE's `backward_dw` replaces a gradient, but a backward without delay adds to it
@@ -142,7 +142,7 @@ def train_eagerly(t: Training, layer: Any, recipe: str) -> None:
 
 @event
 def failed_capture(t: Training, *numbers: int, kind: type[Failing] = Failing, **enabled: bool) -> None:
-    """Run captures of another layer that fail at some of the `FAILURES`. Train the layer before and after each."""
+    """For each selected failure of `FAILURES`, train a new layer eagerly before and after a capture that fails."""
     for failure in [FAILURES[number] for number in numbers or (2, 8)]:
         layer, x = kind(), random().requires_grad_()
         t.prepare(-1, layer)
@@ -172,7 +172,7 @@ def train_another(t: Training) -> None:
 
 
 def warned(t: Training, words: str, x: torch.Tensor) -> None:
-    """Run two replays without gradients. Record a mismatch unless they warn exactly once."""
+    """Run two replays without gradients. Record a mismatch unless exactly one warning contains ``words``."""
     if t.graphed:
         with warnings.catch_warnings(record=True) as messages, torch.no_grad():
             warnings.simplefilter("always")
@@ -187,7 +187,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Call ``misuse``, which passes wrong arguments to a graph. Record a mismatch unless it raises an error."""
+    """Pass wrong arguments to a graph with ``misuse``. Record a mismatch unless this raises an expected error."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True
@@ -232,18 +232,18 @@ def misuse_backward(t: Training) -> None:
 
 
 def dirty() -> None:
-    """Fill free memory with the FP8 NaN pattern. The simulator always does this."""
+    """Fill free memory with 0x7F bytes, which are NaN in FP8. On the simulator, new memory is always NaN."""
     for power in range(9, 19):
         held = [torch.full((2**power,), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(32)]
         del held
 
 
 OF_GRAPHS = "memory with graphs"
-"""The name of a result that is compared only between runs with graphs, because eager training has none."""
+"""The name of a result that only runs with graphs have, so it is not compared with eager training."""
 
 
 def train(graphed: bool) -> dict[str, list[torch.Tensor | None]]:
-    """Run the program, with graphs or eagerly. Return its results and states, by event."""
+    """Run the program with graphs or eagerly. Return its results and states by name, such as ``0 step: outputs``."""
     t = Training(graphed)
     for number, words in enumerate(program.events):
         torch.manual_seed(number + 2 + (100 * dist.get_rank() if program.ranks else 0))

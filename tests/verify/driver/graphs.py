@@ -32,7 +32,7 @@ def parameters_of(layer: Any) -> list[Any]:
 
 
 class Captured:
-    """The layers of a program, with the attributes and hooks that a training framework sets, and their graphs."""
+    """The graphs and layers of a program. The layers have the attributes and hooks of a training framework."""
 
     def __init__(self, graphed: bool) -> None:
         FP8GlobalStateManager.reset()
@@ -114,11 +114,11 @@ class Captured:
         return [parameter for parameter in self.parameters if parameter in self.weights]
 
     def chunk(self, number: int) -> range:
-        """Return the numbers of a chunk's layers."""
+        """Return the range of layer numbers in a chunk."""
         return range(number * self.per_chunk, (number + 1) * self.per_chunk)
 
     def prepare(self, number: int, layer: Any) -> None:
-        """Set marks, ``main_grad`` and hooks on modules and parameters, as a training framework does."""
+        """Set ``is_first_microbatch``, ``main_grad`` and hooks on a layer, as a training framework does."""
         if program.weights != "plain":
             for module in layer.modules():
                 if isinstance(module, TransformerEngineBaseModule) and not isinstance(module, te.DotProductAttention):
@@ -130,7 +130,7 @@ class Captured:
             weights = fused(layer)
             for parameter, main_grad in zip(weights, make_main_grads(weights), strict=True):
                 parameter.main_grad = main_grad
-                if program.warmup_hook and self.graphed and number >= 0:  # but not in a capture that fails
+                if program.warmup_hook and self.graphed and number >= 0:  # -1 is a layer of an event
                     parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
@@ -138,7 +138,7 @@ class Captured:
                 parameter.taken = torch.zeros_like(parameter)
         if not program.late_hooks:
             self.hook_parameters(number, layer)
-        if program.wgrad_hooks and self.graphed and number >= 0:  # `wgrad` records the hooks of an eager run
+        if program.wgrad_hooks and self.graphed and number >= 0:  # eagerly, `wgrad` records the calls
             for index, module in enumerate(delayed(layer)):
                 module.register_wgrad_accumulation_and_reduce_hooks(
                     lambda index=index: self.called.append(f"wgrad {number} {index}")
@@ -150,7 +150,10 @@ class Captured:
                 self.hook(number, parameter)
 
     def hook(self, number: int, parameter: Any) -> None:
-        """Register a hook on a parameter. Calls are recorded by layer only, because the order in a layer may vary."""
+        """Register a hook on a parameter.
+
+        The hook records only the number of the layer, because the order of its calls within a layer may vary.
+        """
 
         def hook(grad: torch.Tensor) -> Any:
             self.called.append(f"hook {number}")
@@ -172,7 +175,7 @@ class Captured:
             parameter.register_post_accumulate_grad_hook(hook)
 
     def capture(self) -> None:
-        """Capture the graphs."""
+        """Capture the graphs of the layers, of the extra layer, and of inference, as far as the program has them."""
         if program.inference == "first":
             self.capture_inference()
         if program.first in ("frozen", "teacher", "plain", "cached"):
@@ -218,7 +221,7 @@ class Captured:
         )
 
     def samples(self, number: int) -> tuple[Any, Any]:
-        """Return the sample arguments of a layer."""
+        """Return the positional and keyword sample arguments of a layer."""
         leaf = self.input if program.one_sample or (program.same_input and not number) else sample()
         if program.input_grads or number % self.per_chunk:
             leaf.requires_grad_()
@@ -226,7 +229,7 @@ class Captured:
         return getattr(layer, "sample_arguments", functools.partial(arguments, layer))(leaf, sample())
 
     def capture_order(self) -> None:
-        """Capture graphs of every chunk and microbatch."""
+        """Capture a graph for each layer and microbatch of the program's order."""
         numbers = [
             number for chunk in range(self.chunks) for _ in range(self.microbatches) for number in self.chunk(chunk)
         ]
@@ -248,7 +251,7 @@ class Captured:
         self.calls = [[run for run, n in zip(runs, numbers, strict=True) if n == m] for m in range(len(self.layers))]
 
     def layers_of(self, entry: float) -> list[float]:
-        """Return the entries of all layers of a chunk, which replace the chunk's ``entry`` if each layer is a chunk."""
+        """Return the entries that replace a chunk's ``entry`` if each of its layers is a chunk."""
         chunk, part = abs(math.ceil(entry)) - 1, math.ceil(entry) - entry
         layers = [number + 1 for number in self.chunk(chunk)]
         return layers if entry > 0 else [-layer - part if part else -layer for layer in reversed(layers)]  # type: ignore
@@ -293,9 +296,9 @@ def restore(module: Any, before: dict[str, Any]) -> None:
 
 
 def mark(module: Any) -> None:
-    """Add a first-microbatch mark to a module. As in Megatron-Core, its forward passes the mark on and clears it.
+    """Add ``is_first_microbatch`` to a module. As in Megatron-Core, the module's forward passes it on and clears it.
 
-    If the training loop sets the marks, the forward does not clear them.
+    The forward does not clear it if the training loop sets it.
     """
     forward = module.forward
 
@@ -316,12 +319,12 @@ OF_CLASSES: dict[str, dict[str, Any]] = {
     "class": {"is_first_microbatch": False},
     "property": {"is_first": True, "is_first_microbatch": property(lambda module: module.is_first)},
 }
-"""The attributes of a class with a mark, for the values of ``weights`` with marks on classes."""
+"""The attributes of a module's class, for the values of ``weights`` that set ``is_first_microbatch`` on classes."""
 MARKS_OF_THE_LOOP = ("set", *OF_CLASSES)
 
 
 def set_mark(module: Any, is_first: bool) -> None:
-    """Set a first-microbatch mark where the program has it: on the module, or on its class."""
+    """Set ``is_first_microbatch`` of a module or, if the program marks classes, of its class."""
     if program.weights == "property":
         type(module).is_first = is_first
     else:
@@ -329,7 +332,7 @@ def set_mark(module: Any, is_first: bool) -> None:
 
 
 def reuse_first_weights(module: Any) -> None:
-    """Mark only the first forward of all as a first microbatch, so that later forwards reuse its FP8 weights."""
+    """Pass ``is_first_microbatch=True`` only to the first forward of a module. Later forwards reuse its FP8 weights."""
     forward, marks = module.forward, itertools.chain([True], itertools.repeat(False))
     module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_first_microbatch": next(marks)})
 
@@ -344,7 +347,7 @@ def delayed(layer: Any) -> list[Any]:
 
 
 def make_main_grads(weights: list[Any]) -> list[torch.Tensor]:
-    """Return a ``main_grad`` of zeros for each weight. In a flat buffer, a scalar in bf16 precedes each of them."""
+    """Return a ``main_grad`` of zeros for each weight. In a flat buffer, they are at least two bytes apart."""
     if not program.flat_main_grads:
         return [torch.zeros(weight.shape, device="cuda") for weight in weights]
     buffer = torch.zeros(4 * sum(weight.numel() + 1 for weight in weights), dtype=torch.uint8, device="cuda")

@@ -28,7 +28,10 @@ def module(make: Make, name: str = "") -> Make:
 
 
 def made(name: str, kind: Any, *experts: int, width: int = 1, **own: Any) -> Any:
-    """Register and return a function that creates a module with ``width`` times as many outputs as inputs."""
+    """Register and return a function that creates a module of class ``kind``.
+
+    The module's second size, such as the inner size of an MLP, is ``width`` times the hidden size.
+    """
     return module(lambda: kind(*experts, hidden(), width * hidden(), **OPTIONS, **own), name)
 
 
@@ -60,13 +63,13 @@ class UnevenExperts(te.GroupedLinear):
 
 
 class ExpertsOnGpu(te.GroupedLinear):
-    """Experts of TE's kernels for grouped tensors. Only the GPU knows their numbers of tokens."""
+    """Experts that use TE's kernels for grouped tensors. Their numbers of tokens are in GPU memory."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         if not hasattr(grouped_linear_of_te._GroupedLinear, "_make_grouped_tensor"):
             raise Skipped("GroupedLinear has no kernels for grouped tensors before TransformerEngine 2.17")
         os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
-        if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # TE 2.20
+        if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # from TE 2.20 on
             options["use_grouped_tensor"] = True
         super().__init__(*sizes, **options)
         self.splits = torch.tensor(UNEVEN, device="cuda")
@@ -76,7 +79,7 @@ class ExpertsOnGpu(te.GroupedLinear):
 
 
 class PaddedExperts(te.GroupedLinear):
-    """Two experts whose numbers of tokens no FP8 recipe accepts, so that TE's modules pad and unpad them."""
+    """Two experts whose numbers of tokens no FP8 recipe accepts. They pad and unpad the tokens with TE's modules."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -102,7 +105,7 @@ def operation() -> Any:
 
 @module
 def grouped_operation() -> Any:
-    """Return three experts of `te.ops`, one of which receives no tokens."""
+    """Return an operation of `te.ops` with three experts, one of which receives no tokens."""
     kind = getattr(te.ops, "GroupedLinear", None)
     if kind is None:
         raise Skipped("te.ops has no GroupedLinear before TransformerEngine 2.14")
@@ -134,7 +137,7 @@ torch_mlp = module(lambda: torch.nn.Sequential(torch_linear(), torch.nn.GELU(), 
 
 @module
 class Block(torch.nn.Module):
-    """A module of two projections."""
+    """Two projections with a ReLU between them."""
 
     def __init__(self, first: Callable[[], Any] = linear, second: Callable[[], Any] = linear) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Projections with biases of a multiple of 256 bytes, whose gradients are copied by one kernel."""
+    """Projections whose biases have a multiple of 256 bytes, so that one kernel copies the gradients of all biases."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -158,7 +161,7 @@ special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 @module
 class ListBlock(torch.nn.Module):
-    """Projections in a `ModuleList`, created in another order than they run."""
+    """Projections in a `ModuleList`, which run in another order than they were created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +195,7 @@ class WithNone(Block):
 
 @module
 class Signed(Block):
-    """A block with the signs of its output as a second output, which needs no gradient."""
+    """A block whose second output, the signs of the first output, needs no gradient."""
 
     def forward(self, x: torch.Tensor) -> Any:
         out = super().forward(x)
@@ -211,7 +214,7 @@ class SignsFirst(Signed):
 
 @module
 class KeptInBf16(Block):
-    """A block with the first projection in bf16."""
+    """A block that always runs its first projection in bf16."""
 
     def forward(self, x: torch.Tensor) -> Any:
         with te.autocast(enabled=False):
@@ -221,7 +224,7 @@ class KeptInBf16(Block):
 
 @module
 class OwnAutocast(Block):
-    """A block with the second projection in an autocast of its own, in the program's second recipe."""
+    """A block that runs its second projection in an autocast of its own, in the program's second recipe."""
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
@@ -230,7 +233,7 @@ class OwnAutocast(Block):
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """An auxiliary loss added to the backward of an output, like Megatron-Core's load balancing loss."""
+    """An identity that adds an auxiliary loss in the backward, like Megatron-Core's load-balancing loss."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -243,7 +246,7 @@ class AuxiliaryLoss(torch.autograd.Function):
 
 @module
 class Routed(Block):
-    """A block with its output multiplied by the larger half of its scores, and an auxiliary loss on the scores."""
+    """A block that multiplies its output by the larger half of its scores and adds an auxiliary loss on the scores."""
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = self.first(x).float().softmax(-1)
@@ -285,7 +288,7 @@ class Sum(Block):
 
 @module
 class SumOfOne(Sum):
-    """A block with the same tensor as both inputs."""
+    """A block that receives the same tensor as both inputs."""
 
     def arguments(self, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, Any]:
         return (x, x), {}

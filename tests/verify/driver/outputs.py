@@ -32,7 +32,7 @@ def conjugate(y: torch.Tensor) -> torch.Tensor:
 
 
 class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection of the transposed input, with a view as its output. Its dgrad is transposed too."""
+    """A projection of the transposed input that returns a view of its output. Its dgrad is transposed, too."""
 
     def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)
@@ -43,7 +43,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of a given dtype. If this dtype supports no gradients, a second output has it."""
+    """A projection with an output of a given dtype. If the dtype supports no gradients, this output is its second."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class Skipped(Exception):
-    """This GPU or this TE cannot run a program."""
+    """The error of a program that this GPU or this TE cannot run."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Program:
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too; torch operations emulate its rounding
     built_without_grad: bool = False
-    # "marked": modules mark first microbatches. "cached": in addition, graphs cache weights. "set": the training loop
-    # sets the mark of each microbatch, and no forward clears it. "class": like "set", but the mark is an attribute of
-    # the class, and False in the capture. "property": like "set", but the mark is a property without a setter, so the
-    # loop sets its value. "own": modules always use the FP8 weights of their first forward.
+    # "marked": modules have the mark `is_first_microbatch`, which a forward clears. "cached": in addition, graphs cache
+    # weights. "set": the training loop sets the mark for each microbatch, and no forward clears it. "class": like
+    # "set", but the mark is an attribute of the class, and False in the capture. "property": like "set", but the mark
+    # is a property without a setter, so the loop sets its value. "own": modules always use the FP8 weights of their
+    # first forward.
     weights: str = "plain"
     frozen: tuple[int, ...] = ()  # the numbers of layers that are not trained
     in_bf16: tuple[int, ...] = ()  # the numbers of layers without FP8
@@ -36,7 +37,7 @@ class Program:
     layers_as_chunks: bool = False  # each layer is a chunk of the order
     reuse: bool = False  # graphs of an order share static buffers
     tuples: bool = False  # the sample arguments of an order are in a tuple, not in a list
-    delay: bool = False  # graphs delay wgrads until their entries in the order; without entries, after the dgrad
+    delay: bool = False  # wgrads are delayed until their entries in the order or, without entries, after the dgrad
     warmup: int = 3  # the number of warmup iterations
     warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has its own memory pool
@@ -44,11 +45,11 @@ class Program:
     inference_mode: bool = False  # the capture for inference runs under ``torch.inference_mode()``
     calibrating: bool = False  # FP8 is calibrated, not used
     sets_flag: bool = False  # the caller sets TE's skip flag, as Megatron-Core does
-    # The kind of an extra layer before the layers. "distillation": the first layer runs without gradients instead.
-    # "cached": another model runs instead, whose graph caches weights.
+    # The kind of an extra layer that runs before the layers. "distillation": instead of an extra layer, the first layer
+    # runs without gradients. "cached": instead, another model, whose graph caches weights, runs before each step.
     first: str = ""
-    # "one" around all layers, "each" around each layer, "nested" around each layer inside an autocast of ``other``, or
-    # "none".
+    # The autocasts: "one" around all layers, "each" around each layer, "nested" around each layer inside an autocast of
+    # `other`, or "none".
     autocasts: str = "one"
     residual: bool = False  # the input is added to the output
     input_grads: bool = True
@@ -62,8 +63,8 @@ class Program:
     sends: tuple[int, ...] = ()  # the chunks that begin a model chunk and send their input grads
     tracker: bool = False  # dropout draws from an RNG tracker
     fit: bool = False  # every step has the same inputs and targets, and a squared-error loss
-    optimizer: str = ""  # by default, plain updates; "master weights": updates of master weights, as in ZeRO
-    ranks: bool = False  # two processes train, and reduce amaxes; some ``hooks`` also reduce gradients
+    optimizer: str = ""  # by default, plain updates; "master weights" are updated as in ZeRO
+    ranks: bool = False  # two processes train and reduce amaxes; some ``hooks`` also reduce gradients
     inside: bool = False  # only the first projection of a layer is captured, if the layer has a projection
     strided: bool = False  # inputs and output grads are not contiguous
     in_place: bool = False  # the input is added to the output, in place
@@ -73,7 +74,7 @@ class Program:
     same_input: bool = False  # every microbatch is copied into one tensor, the sample argument of the first layer
     module_hooks: bool = False  # layers have hooks, registered after the capture
     clean_start: bool = False  # before the first event, ``main_grad`` and recorded hook calls are cleared
-    takes_grads: bool = False  # like ``clean_start``; and each ``.grad`` is taken before another is added to it
+    takes_grads: bool = False  # like ``clean_start``, and each ``.grad`` is removed before the next one
     freezes_first: bool = False  # the first parameter of each layer is not trained
     hidden: int = 0  # the hidden size; 0 selects the default of the device
     retain: bool = False  # each backward can be replayed more than once

@@ -22,13 +22,13 @@ update = event(functools.partial(Training.update, rate=RATE), "update")
 
 @event
 def forward(t: Training, graph: int = 0, *layers: int) -> None:
-    """Run a microbatch through the graphs captured for microbatch ``graph``, in all layers or in ``layers``."""
+    """Run a forward through the graphs of microbatch ``graph``, in all layers or only in ``layers``."""
     run_forward(t, random().requires_grad_(program.input_grads), graph, layers)
 
 
 @event
 def forward_again(t: Training, graph: int = 0) -> None:
-    """Run a microbatch with the input of the previous microbatch. The input's gradients add up."""
+    """Run a forward with the input of the previous microbatch, so that the gradients of this input add up."""
     run_forward(t, t.run_before[-1][0], graph)
 
 
@@ -55,20 +55,20 @@ def backward(t: Training, number: int = 0) -> None:
 
 @event
 def backward_and_keep(t: Training) -> None:
-    """Run a backward that retains its graph, so that it can be repeated."""
+    """Run a backward with ``retain_graph=True``, so that the backward can be repeated."""
     t.in_flight[0][1].backward(random(), retain_graph=True)
 
 
 @event
 def backward_that_runs(t: Training) -> None:
-    """Run a backward. Its first hook runs the forwards of all layers again, without gradients."""
+    """Run a backward whose first hook runs the forwards of all layers again, without gradients."""
     t.in_flight[0][1].register_hook(lambda _: forward_without_grad(t))
     backward(t)
 
 
 @event
 def microbatch_in_autocast(t: Training) -> None:
-    """Run a microbatch with its backward inside the autocast."""
+    """Run the forward and the backward of a microbatch in one autocast."""
     with autocast(t.recipe):
         forward(t)
         backward(t)
@@ -76,7 +76,7 @@ def microbatch_in_autocast(t: Training) -> None:
 
 @event
 def wgrad(t: Training, graph: int = 0) -> None:
-    """Compute the delayed wgrads of a microbatch."""
+    """Compute the delayed wgrads of microbatch ``graph``."""
     for number in reversed(t.chunk(0)):
         t.wgrad(number, graph, eager=False)
 
@@ -95,14 +95,14 @@ def drop_grads(t: Training) -> None:
 
 @event
 def keep_grads(t: Training) -> None:
-    """Store each ``.grad`` without a copy, to be read later."""
+    """Store each ``.grad`` without a copy for `read_kept_grads`, and remove it from its parameter."""
     t.kept += [parameter.grad for parameter in t.parameters]
     drop_grads(t)
 
 
 @event
 def dummies(t: Training) -> None:
-    """Run a microbatch, and check that the ``.grad`` of fused weights are TE's own dummies, not copies."""
+    """Run a microbatch. Record a mismatch if the ``.grad`` of a fused weight is not TE's own dummy tensor."""
     forward(t)
     backward(t)
     if t.graphed:
@@ -126,7 +126,7 @@ def replace_data(t: Training, number: int = 0) -> None:
 @event
 def replace_fp8_data(t: Training) -> None:
     weight = t.layers[0].weight
-    weight._data = torch.full_like(weight._data, 56)  # the code of 1.0
+    weight._data = torch.full_like(weight._data, 56)  # the byte 56 is 1.0 in FP8
 
 
 @event
@@ -139,7 +139,7 @@ def move_weights(t: Training) -> None:
 
 @event
 def assign(t: Training, number: int = 0) -> None:
-    """Replace a parameter with ``load_state_dict(assign=True)``."""
+    """Replace the last parameter of a layer with ``load_state_dict(assign=True)``."""
     layer = t.layers[number]
     name, parameter = [*layer.named_parameters()][-1]
     layer.load_state_dict({name: parameter.detach() * 1.5}, strict=False, assign=True)
@@ -169,14 +169,14 @@ def zero_main_grads(t: Training) -> None:
 
 @event
 def train_all(t: Training, number: int = 0) -> None:
-    """Train frozen parameters without another capture."""
+    """Unfreeze all parameters of a layer without another capture."""
     t.layers[number].requires_grad_(True)
     t.find_parameters()
 
 
 @event
 def train_none(t: Training, number: int = 0) -> None:
-    """Freeze trained parameters without another capture."""
+    """Freeze all parameters of a layer without another capture."""
     t.layers[number].requires_grad_(False)
 
 
@@ -195,7 +195,7 @@ def replace_module(t: Training) -> None:
 
 @event
 def continue_with_a_copy(t: Training) -> None:
-    """Continue with a copy of the layers and change its weights, as programs with averaged weights do."""
+    """Copy the layers, change a parameter of the copy, and continue with it, as programs with averaged weights do."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

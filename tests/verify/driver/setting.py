@@ -29,7 +29,7 @@ RECIPES = {
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
 """TE's class of each recipe, and TE's function that tells whether this GPU supports the recipe."""
-program: Any = SimpleNamespace(**vars(Program()))  # `use` selects it
+program: Any = SimpleNamespace(**vars(Program()))  # the current program, set by `use`
 tracker = CudaRNGStatesTracker()
 
 
@@ -44,7 +44,7 @@ def process_group() -> Any:
 
 
 def autocast(name: str) -> Any:
-    """Return the autocast of a recipe."""
+    """Return an autocast in the recipe ``name``. For ``bf16``, FP8 is disabled."""
     if name == "bf16":
         return te.autocast(enabled=False)
     calibrating = program.calibrating
@@ -64,7 +64,7 @@ def make_recipe(name: str) -> Any:
 
 
 def require(*names: str) -> None:
-    """Raise `Skipped` if this GPU lacks a recipe."""
+    """Raise `Skipped` if this GPU does not support one of the recipes."""
     for name in set(names) - {"bf16"}:
         has, why = getattr(te, RECIPES[name][1])(return_reason=True)
         if not has:
@@ -87,7 +87,7 @@ def sample() -> torch.Tensor:
 
 
 def the_tracker() -> Any:
-    """Return a function that returns the RNG tracker; return None if the program has no tracker."""
+    """Return a function that returns the RNG tracker, or None if the program has no tracker."""
     return (lambda: tracker) if program.tracker else None
 
 

@@ -21,12 +21,12 @@ from .graphs import MARKS_OF_THE_LOOP, OF_CLASSES, Captured, arguments, delayed,
 from .setting import RATE, TOKENS, autocast, program, random, the_tracker, tracker
 
 EVENTS: dict[str, Callable[..., None]] = {}
-"""The events of a training by name. In programs, numbers after the name are arguments."""
+"""The functions of events by name. In programs, the numbers after an event's name are arguments of its function."""
 Event = TypeVar("Event", bound=Callable[..., None])
 
 
 def event(function: Event, name: str = "") -> Event:
-    """Register an event under ``name``, by default the name of its function, and return it."""
+    """Register the ``function`` of an event under ``name``, by default its own name, and return it."""
     EVENTS[name or function.__name__] = function
     return function
 
@@ -44,7 +44,7 @@ class Training(Captured):
         kept += [None if value is None else comparable(value) for value in values]
 
     def marked(self, *layers: Any) -> list[Any]:
-        """Return the modules of these layers, or of all layers, that mark first microbatches."""
+        """Return the modules of these layers (by default, of all layers) that have an ``is_first_microbatch``."""
         modules = [module for layer in layers or self.layers for module in layer.modules()]
         return [module for module in modules if hasattr(module, "is_first_microbatch")]
 
@@ -53,7 +53,7 @@ class Training(Captured):
             module.is_first_microbatch = True
 
     def layer(self, number: int, call: Any, x: torch.Tensor, microbatch: int, graphed: bool) -> torch.Tensor:
-        """Run one layer, and return its output."""
+        """Run a layer through ``call``, and return its main output. Record its other outputs."""
         given, options = arguments(self.layers[number], x, x.detach() / 2)
         if program.hooks == "ddp" and call is self.layers[number]:
             call = self.reducing[number]
@@ -75,7 +75,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """Run the extra layer at the beginning of the autocast, if any, and return the input of the layers."""
+        """Run the extra layer if the program has one. Return the input of the first layer."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
@@ -114,7 +114,7 @@ class Training(Captured):
         return x + given if program.residual else x
 
     def begin(self, eager: bool = False) -> None:
-        """Mark first microbatches, and run the second model, if any."""
+        """Mark the next forward of each module as a first microbatch, and run the other model, if any."""
         self.mark_first()
         if program.first == "cached":  # another model runs before this one
             extra = self.extra if self.graphed and not eager else self.extra_forward
@@ -123,7 +123,10 @@ class Training(Captured):
                     self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
-        """Run a step. ``skip`` drops its gradients. ``interrupted`` evaluates after the first backward."""
+        """Run a step.
+
+        If ``skip`` is true, drop its gradients. If ``interrupted`` is true, evaluate after its first backward.
+        """
         self.begin(eager)
         counts: dict[float, int] = {}
         live: dict[tuple[int, int], Any] = {}
@@ -175,7 +178,7 @@ class Training(Captured):
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """Compute the delayed wgrads of a layer. Eager training has computed them already, so only hooks are called."""
+        """Compute the delayed wgrads of a layer. An eager training has computed them, so it only records hook calls."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
@@ -188,7 +191,7 @@ class Training(Captured):
                 self.called.append(f"wgrad {number} {index}")
 
     def update(self, rate: float, skip: bool = False) -> None:
-        """Update every parameter with its gradient."""
+        """Record the gradients, update the parameters, and clear the gradients."""
         for weight in self.fused_weights() if program.clears_marks else ():
             self.see("marks", torch.tensor([float(weight.grad_added_to_main_grad)]))
             weight.grad_added_to_main_grad = False
@@ -209,7 +212,7 @@ class Training(Captured):
             else:
                 parameter.grad = None
             if parameter in self.weights:
-                parameter.main_grad.zero_()  # after a step, not before it, to detect values that a capture left
+                parameter.main_grad.zero_()  # only after a step, so that values left by a capture are detected
         if program.optimizer in ("adam", "adam of master weights"):
             self.adam.param_groups[0]["lr"] = rate
             self.adam.step()
@@ -233,7 +236,7 @@ class Training(Captured):
             parameter.copy_(parameter.dequantize() - rate * grad)
 
     def evaluation(self, recipe: str = "", mode: Any = torch.no_grad) -> None:
-        """Evaluate without gradients and graphs, in the recipe of the training or another one."""
+        """Evaluate without gradients and graphs, in ``recipe`` or, by default, in the recipe of the training."""
         marks = {module: module.is_first_microbatch for module in self.marked()}
         self.mark_first()
         for layer in self.layers:
@@ -273,11 +276,11 @@ class Training(Captured):
 
 
 class Sends:
-    """Input grads sent by a step to the previous pipeline stage, and read as late as Megatron-Core allows.
+    """The input grads that a step sends to the previous pipeline stage. They are read as late as Megatron-Core allows.
 
-    Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward.
-    The first stage sends nothing for its first chunk. In the cooldown, Megatron-Core waits for each send immediately,
-    and thereby for all earlier sends. ``overlap_p2p_comm_warmup_flush`` is assumed to be off.
+    Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward. The first
+    stage sends nothing for its first chunk. In the cooldown, Megatron-Core waits for each send immediately, and thereby
+    for all earlier sends. ``overlap_p2p_comm_warmup_flush`` is assumed to be off.
     """
 
     def __init__(self, order: Sequence[float]) -> None:
@@ -286,7 +289,7 @@ class Sends:
         self.last_forward = max(i for i, entry in enumerate(order) if entry > 0)
 
     def received_before(self, position: int) -> list[torch.Tensor | None]:
-        """Return a list of the grad whose send completes before the entry at ``position``, or []."""
+        """Return a list with the grad whose send completes before the entry at ``position``, or []."""
         entry = self.order[position]
         is_due = len(self.in_flight) > 1 and (entry < 0 or entry in self.first_layers)
         return [self.in_flight.pop(0)] if is_due else []
@@ -312,7 +315,10 @@ def comparable(value: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointed(kind: str, call: Any) -> Any:
-    """Return ``call`` inside a checkpoint of TE or torch, with or without other recomputed operations."""
+    """Return ``call`` inside a checkpoint of TE or torch, or ``call`` itself if ``kind`` is empty.
+
+    Kinds of torch's checkpoint other than ``reentrant`` also recompute an operation before and after ``call``.
+    """
     if kind == "te":
         return functools.partial(te.checkpoint, call, get_rng_state_tracker=the_tracker())
     if not kind:
@@ -326,7 +332,7 @@ def checkpointed(kind: str, call: Any) -> Any:
 
 
 def fp8_state(layer: Any) -> list[torch.Tensor]:
-    """Return the active scales and amax histories of a layer, and the copies in a checkpoint."""
+    """Return the scales and amax histories of a layer, both from its modules and from its ``state_dict()``."""
     tensors = []
     for module in layer.modules():
         for fp8_meta in (getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()):
