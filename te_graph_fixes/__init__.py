@@ -12,8 +12,8 @@ Environment variables:
   fixes, separated by commas
 - ``TE_GRAPH_FIXES_DISABLE``: the ids of fixes to disable, separated by commas
 - ``TE_GRAPH_FIXES_STRICT=1``: raise `FixNotAppliedError` if a needed fix cannot be applied, instead of warning
-- ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the status line on every rank, not only on the first of each host; ``0`` only
-  if a fix is missing
+- ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the status line on every rank, not only on the first of each host; ``0``
+  prints it only if a fix is missing
 - ``TE_GRAPH_FIXES_CHECK=N``: compare graphs with eager runs in the first N training steps (see `check`)
 """
 

@@ -12,7 +12,7 @@ from .text import print_stderr
 def main() -> int:
     """Run one command and return its exit status, even if its output cannot be written.
 
-    If ``run --print-env`` fails, its output ends the script that passes it to `eval`.
+    If ``run --print-env`` fails, print ``exit 1``, which ends the script that passes the output to `eval`.
     """
     status = 1
     try:
@@ -38,9 +38,9 @@ def main() -> int:
 
 
 def _forget_current_folder() -> None:
-    """Remove the current folder from `sys.path`, to which ``python -m`` and empty entries add it.
+    """Remove the current folder from `sys.path`, unless PYTHONPATH names it.
 
-    Keep the folder if PYTHONPATH names it.
+    Python adds it for ``python -m`` and for empty entries of PYTHONPATH.
     """
     folder, entries = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder not in map(os.path.realpath, filter(None, entries)):

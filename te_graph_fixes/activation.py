@@ -90,8 +90,8 @@ class _Activation:
         and ``TE_GRAPH_FIXES_STRICT``. Selecting a fix also selects the fixes that it requires. Disabling a fix also
         disables the fixes that require it. A second call reverts the fixes and starts over with the new settings.
 
-        Raises ValueError for an unknown id or value. In strict mode raises `FixNotAppliedError` if a needed fix cannot
-        be applied; TE is then unchanged.
+        Raise ValueError for an unknown id or value. In strict mode, raise `FixNotAppliedError` if a needed fix cannot
+        be applied. TE is then unchanged.
         """
         settings = Settings.read(only, disable, strict)
         try:
@@ -204,7 +204,7 @@ class _Activation:
             _warn("\n".join(report.copy_warnings()))
 
     def _report_if_off(self) -> Report:
-        """Return the report, or an empty one after an error, because turning the fixes off must always work."""
+        """Return the report, or an empty report after an error, because turning the fixes off must always work."""
         with contextlib.suppress(Exception):
             return self.report()
         return Report(None, {}, mode="off")
@@ -281,7 +281,7 @@ class _Activation:
         return "pending" if Status.PENDING in statuses else "memory"
 
     def _status_of(self, fix_id: str, missing: str) -> tuple[Status, str]:
-        """Return the status of a fix and the reason. ``missing`` is the reason to report without a TE."""
+        """Return the status of a fix and the reason. ``missing`` is the reason if TE is not installed."""
         if self._settings is None:
             if fix_id in self._reverted:
                 return Status.REVERTED, "reverted by deactivate()"

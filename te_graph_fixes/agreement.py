@@ -1,4 +1,4 @@
-"""Prove that all ranks of a job have the same fixes, and miss none."""
+"""Check that all ranks of a job have the same fixes, and that no rank misses a fix."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_DESCRIBED = 8
 
 
 def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> None:
-    """Raise `FixNotAppliedError` on every rank of a group unless all have the same fixes and none misses a fix.
+    """Raise `FixNotAppliedError` on every rank of a group unless all ranks have the same fixes and none misses a fix.
 
     Call it on all ranks, after the import of TransformerEngine and ``init_process_group``. A rank without fixes, as
     with ``TE_GRAPH_FIXES=off``, misses all of them. If ``digest`` is not None, it is the `Report.digest` that each rank
-    must have. ``group`` is a process group of torch; None is the default group. Each rank sends 16 bytes, and details
-    only before an error.
+    must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 16 bytes, and
+    details only before an error.
 
     Raise ValueError without a process group, outside the group, and for a digest that is malformed.
     """
@@ -53,7 +53,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
 
 def _gathered(record: list[int], group: Any) -> list[list[int]]:
-    """Return the records of all ranks, in their order. Each number of a record has eight bytes."""
+    """Return the records of all ranks, in the order of the ranks. Each number of a record has eight bytes."""
     import torch
     from torch import distributed
 
@@ -73,7 +73,7 @@ def _ranks_by_record(records: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return the details of one rank, on every rank."""
+    """Send the ``details`` of one rank to all ranks, and return them."""
     from torch import distributed
 
     sent = [details if distributed.get_rank() == rank else None]
@@ -96,7 +96,7 @@ def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, A
 
 
 def numbered_ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 3", or a list such as "ranks 0-3, 7"; of many ranges, the first and the total number of ranks."""
+    """Return "rank 3", or a list such as "ranks 0-3, 7". Many ranges are cut off, followed by the number of ranks."""
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]
     ranges = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]

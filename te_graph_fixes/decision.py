@@ -3,7 +3,7 @@
     read(source)               assesses the source for every fix, and returns a verdict with its reason and edits
     decide(reading, settings)  combines the verdicts with the settings into a status for every fix
     compose(decision)          compiles the fixes to apply, except those that fail in this process
-    Installation.install()     changes TE, as the only step: installs all fixes or none; `revert` undoes it
+    Installation.install()     installs all fixes or none, as the only step that changes TE; `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
 """
@@ -38,7 +38,7 @@ class Reading:
 
 
 def read(source: Source) -> Reading:
-    """Return the verdicts on a TE: from the manifest of a baked TE, else by matching every fix with the source.
+    """Return the verdicts on a TE, from the manifest if TE is baked, else by matching every fix with the source.
 
     A fix that the bake disabled is applicable, because TE has its bug.
     """
@@ -84,7 +84,7 @@ class Decision:
 
     @property
     def cannot_apply(self) -> dict[str, str]:
-        """The reasons of the fixes that cannot be applied although TE needs or may need them."""
+        """The reasons, by id, of the fixes that cannot be applied although TE needs or may need them."""
         return {fix_id: self.fixes[fix_id].reason for fix_id in self._having(*CANNOT_APPLY)}
 
     @property
@@ -104,7 +104,7 @@ class Decision:
 
 
 def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | None = None) -> Decision:
-    """Return the decision on verdicts and settings. ``failures`` are the reasons of fixes that fail in this process.
+    """Return the decision on verdicts and settings. ``failures`` maps the fixes that fail in this process to reasons.
 
     Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
     """
@@ -120,7 +120,7 @@ def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | N
         if fix_id in reading.disabled_in_bake:
             status = Status.DISABLED
         elif status in (Status.PENDING, *CANNOT_APPLY) and (fix_id not in wanted or fix_id in settings.disable):
-            status, reason = Status.DISABLED, f"disabled by the settings; else {found.verdict}"
+            status, reason = Status.DISABLED, f"disabled by the settings; otherwise {found.verdict}"
         elif status == Status.PENDING:
             required = {name: fixes[name].status for name in CATALOGUE[fix_id].requires}
             if absent := [name for name in required if required[name] in (Status.DISABLED, *CANNOT_APPLY)]:
@@ -155,23 +155,23 @@ def settings_conflict(decision: Decision) -> str:
     applied = CATALOGUE.keys() & manifest.having(Status.APPLIED)
     differences = []
     if extra := sorted(applied - wanted):
-        differences.append(f"{named(extra)} stay applied")
+        differences.append(f"{named(extra)} will stay applied")
     if missing := sorted(wanted - applied):
-        differences.append(f"{named(missing)} stay disabled")
+        differences.append(f"{named(missing)} will stay disabled")
     if not differences:
         return ""
     return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
 
 
 def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:
-    """Return the `Report.digest` of a report that lacks it. ``texts`` are the modules that were fixed in memory."""
+    """Return the `Report.digest` of a report that lacks it. ``texts`` are the texts of the modules fixed in memory."""
     files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
     state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
     return digest("\n".join(state).encode())[:8]
 
 
 def compose(decision: Decision) -> tuple[Decision, Installation]:
-    """Compile the fixes to apply. Return the decision, without the fixes that fail in this process, and the fixes.
+    """Compile the fixes to apply. Return the decision, updated for fixes that fail here, and the installation.
 
     A fix can fail in this process, for example because another package has replaced a function. This affects only the
     fix and the fixes that require it. In contrast, an error here or in a later step is a bug in this package. It

@@ -24,14 +24,14 @@ GROUPS = (
     "replay preconditions",
     "speed",
 )
-"""The groups of fixes, by the harm of their bugs, in the order of ``te-graph-fixes status``."""
+"""The groups of fixes, sorted by the harm of their bugs. ``te-graph-fixes status`` lists them in this order."""
 
 OLDEST = "2.10"
 """The oldest tested release. No fix is applied to older releases."""
 
 
 def parsed(version: str | None) -> Version | None:
-    """Return a version that can be compared; None if ``version`` is None or invalid."""
+    """Return ``version`` as an object that can be compared, or None if it is None or invalid."""
     try:
         return Version(version or "")
     except InvalidVersion:
@@ -42,8 +42,8 @@ def parsed(version: str | None) -> Version | None:
 class Assessment:
     """The ``verdict`` of one fix on one source, the ``reason``, and the edits if the fix is applicable.
 
-    ``new_modules`` maps the full names of support modules to their texts. ``details`` explain at length why a source
-    is not recognized. ``after`` names the fixes whose edits come first at the same place.
+    ``new_modules`` maps the full names of support modules to their texts. ``details`` are a longer explanation of why
+    the source is not recognized. ``after`` names the fixes whose edits come first at the same place.
     """
 
     verdict: Verdict
@@ -65,8 +65,8 @@ class Fix:
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
     trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``affected_versions`` are
-    the versions expected to have the bug, for example ``>=2.10,<2.17``; one bound may be absent. ``requires`` names
-    other fixes. This fix is applied only if each of them is applied or not needed. ``check_hints`` are words that
+    the versions expected to have the bug, for example ``>=2.10,<2.17``, and may lack one of these bounds. ``requires``
+    names other fixes. This fix is applied only if each of them is applied or not needed. ``check_hints`` are words that
     indicate this bug in the mismatches of a check.
 
     ``after`` names the fixes whose edits come first if both edit the same place. All other edits of one place are
@@ -75,8 +75,8 @@ class Fix:
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
     feature, a match of ``corrected`` that it contains the upstream fix. ``names`` maps words in all these texts to
-    functions, which return their replacements for a source. A fix adds the support modules (`te_graph_fixes.support`)
-    that its patch imports. Edits that several fixes share are made once.
+    functions, each of which returns the replacement of its word for a source. A fix adds the support modules
+    (`te_graph_fixes.support`) that its patch imports. Edits that several fixes share are made once.
 
     ``id`` is the name of the fix's file, with hyphens. ``summary`` and the links in ``upstream`` come from the first
     two paragraphs of that file's docstring (`described_by`).
@@ -135,7 +135,7 @@ class Fix:
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def assess(self, source: Source) -> Assessment:
-        """Return the assessment of a source. An error in this package makes the fix ``unrecognized``, too."""
+        """Return the assessment of a source. Any error, even a bug of this package, makes the fix ``unrecognized``."""
         try:
             return self._assess(source)
         except UnrecognizedError as error:

@@ -1,4 +1,4 @@
-"""The manifest of a baked TransformerEngine (TE): a file in its folder with the fixes, and a digest of each file.
+"""The manifest of a baked TransformerEngine (TE), a file in TE's folder with the fixes and a digest of each module.
 
 Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. As long as every listed module matches
 its digest, the manifest is trusted, and TE's source is not searched.
@@ -27,7 +27,7 @@ def digest(data: bytes) -> str:
 
 
 def file_digest(path: str | Path) -> str | None:
-    """Return the digest of a file, following links; None if there is none, or if it cannot be read."""
+    """Return the digest of a file, following links, or None if the file does not exist or cannot be read."""
     try:
         return digest(Path(path).read_bytes())
     except OSError:
@@ -35,7 +35,7 @@ def file_digest(path: str | Path) -> str | None:
 
 
 class BakeError(Exception):
-    """A manifest is invalid, the files of a baked TE do not match it, or a bake or its undo has failed."""
+    """The error if a manifest is invalid, if the files of a baked TE do not match it, or if a bake or undo fails."""
 
 
 _TEXT, _DIGEST, _COMMA = r'"[^"\\\x7f]*"', '"[0-9a-f]{64}"', "(, )?"
@@ -46,7 +46,7 @@ _FORMAT = {
     "files": rf'(?=.*\["){{("{TE}(/\w+)+\.py": \[({_DIGEST}|null), {_DIGEST}\]{_COMMA})+}}',
     "code": rf'{{({_TEXT}: {{("{TE}(\.\w+)+:[\w.<>]+": {_TEXT}{_COMMA})*}}{_COMMA})*}}',
 }
-"""A regular expression for the JSON of each field. Every file is inside TE, and at least one had a text before."""
+"""A regular expression for the JSON of each field. Every file is inside TE, and the bake did not add all of them."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Manifest:
         return f"{self.by} baked this TransformerEngine, but this is te-graph-fixes {__version__}. Run:\n  {BAKE}"
 
     def baked(self, source: Source, force: bool = False) -> list[str]:
-        """Return the paths of the modules that are not as before the bake, or [] if all are.
+        """Return the paths of the modules that are not as before the bake, or [] if all are as before.
 
-        If another TE was installed over the bake, only the modules that the bake added are returned. Raise
-        `BakeError` if modules have changed since the bake, unless ``force`` is true.
+        If another TE was installed over the bake, only the modules that the bake added are returned. Raise `BakeError`
+        if modules have changed since the bake, unless ``force`` is true.
         """
         found = {path: file_digest(Path(source.location).parent / path) for path in self.files}
         baked = [path for path in found if found[path] == self.files[path][1]]
@@ -124,13 +124,13 @@ def read_manifest(source: Source) -> Manifest | None:
     manifest = Manifest.read(Path(source.location))
     if manifest and len(baked := manifest.baked(source)) < len(manifest.files):
         problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
-        advice = f"Unless one is running, run `{BAKE}` or `{UNDO}`"
+        advice = f"If none is running, run `{BAKE}` or `{UNDO}`"
         raise BakeError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")
     return manifest
 
 
 def installed_manifest() -> Manifest | None:
-    """Return the manifest of the installed TE; None without TE or manifest, or if files changed after the bake."""
+    """Return the manifest of the installed TE, or None without TE or a manifest, or if files changed after the bake."""
     with contextlib.suppress(TENotFoundError, BakeError):
         return read_manifest(Source.installed())
     return None

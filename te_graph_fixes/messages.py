@@ -14,7 +14,7 @@ _printed: set[str] = set()
 
 
 class FixNotAppliedError(RuntimeError):
-    """The error of strict mode: a fix that the installed TransformerEngine needs cannot be applied."""
+    """The error if a needed fix cannot be applied in strict mode, or if ranks do not have the same fixes."""
 
 
 class TEGraphFixesWarning(UserWarning):
@@ -31,7 +31,7 @@ def problem_summary(report: Report) -> str:
             f"{number} that {te} needs cannot be applied: its graphs may give wrong gradients.",
             f"Stop the job, or turn graphs off. To run without a fix, add it to {DISABLE}; without all of them, "
             f"set {STRICT}=0.",
-            "For a report of the problem, run:",
+            "To report the problem, run:",
             "  te-graph-fixes issue",
             "Reasons:",
         ]
@@ -61,7 +61,7 @@ def status_line(report: Report) -> str:
 
 
 def print_status_line(report: Report, verbose: bool | None, remark: str = "") -> None:
-    """Print the status line and a remark once, in the processes that the setting selects, and if a fix is missing.
+    """Print the status line and a remark once, if ``verbose`` selects this process or a fix is missing.
 
     If ``verbose`` is None, the first rank of each host prints it. A daemon process, such as a worker of a DataLoader,
     would repeat the line of its parent, so it prints only missing fixes.

@@ -23,7 +23,7 @@ _LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "FLUX_TASK_LOCAL_ID",
 )
-"""The environment variables of launchers. torchrun's come first: it may run inside a task of Slurm or MPI."""
+"""The environment variables of launchers. torchrun's come first, because it may run inside a task of Slurm or MPI."""
 
 
 def rank() -> str | None:

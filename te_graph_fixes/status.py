@@ -10,7 +10,7 @@ from .text import count, te_name
 from .version import __version__
 
 BAKED = "baked by"
-"""The first words of the reason if a fix is not needed because it is baked into TransformerEngine's files."""
+"""The first words of the reason of a fix that is not needed because it is baked into TransformerEngine's files."""
 
 
 class _Word(str, Enum):
@@ -26,9 +26,9 @@ class Verdict(_Word):
     NOT_NEEDED = "not-needed"
     """The bug is fixed by upstream, by the vendor, or by a bake of this package."""
     NOT_APPLICABLE = "not-applicable"
-    """This TransformerEngine lacks the feature."""
+    """TransformerEngine lacks the feature that has the bug."""
     UNRECOGNIZED = "unrecognized"
-    """Neither the bug nor its upstream fix is in the source. Nothing is changed."""
+    """Neither the bug nor its upstream fix is in the source, so the fix changes nothing."""
 
 
 class Status(_Word):
@@ -40,7 +40,7 @@ class Status(_Word):
     NOT_APPLICABLE = "not-applicable"
     UNRECOGNIZED = "unrecognized"
     DISABLED = "disabled"
-    """The settings disable the fix, or another fix that it requires; or it was disabled in a bake."""
+    """The settings or a bake disable the fix, or another fix that it requires."""
     FAILED = "failed"
     """The fix could not be installed, or another package has replaced the fixed code."""
     REVERTED = "reverted"
@@ -55,8 +55,8 @@ CANNOT_APPLY = (Status.UNRECOGNIZED, Status.FAILED)
 class FixStatus:
     """The ``status`` of one fix with the ``reason``, the upstream links, and the changed or added modules.
 
-    ``status`` is a `Status`, a string. ``earlier_graphs`` is the number of graphs captured before the fix was applied.
-    These graphs still have the bug.
+    ``status`` is a `Status`, which is a string. ``earlier_graphs`` is the number of graphs captured before the fix was
+    applied. These graphs still have the bug.
     """
 
     status: Status
@@ -77,10 +77,10 @@ class Report:
     ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
 
-    ``mode`` is ``memory`` or ``baked`` by the place of the active fixes, ``failed`` if no fix is active although one is
-    missing, ``off``, or ``pending`` before the import of TransformerEngine. ``digest`` has eight hexadecimal digits. It
-    is equal in two processes if both versions, the active fixes and the text of the edited modules are equal. Fixes in
-    memory and baked fixes have the same digest.
+    ``mode`` is ``memory`` or ``baked`` if fixes are active, depending on their place. It is ``failed`` if no fix is
+    active although one is missing, ``off``, or ``pending`` before the import of TransformerEngine. ``digest`` has eight
+    hexadecimal digits. It is equal in two processes if both versions, the active fixes and the text of the edited
+    modules are equal. Fixes in memory and baked fixes have the same digest.
     """
 
     te_version: str | None

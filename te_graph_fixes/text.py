@@ -1,4 +1,4 @@
-"""Parts of messages, and the output of a line."""
+"""Functions that format parts of messages, and a function that prints a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def te_name(version: str | None) -> str:
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each reason, the ids of the fixes that have it."""
+    """Return the ids of the fixes by their reason."""
     fixes: dict[str, list[str]] = {}
     for fix_id, reason in reasons.items():
         fixes.setdefault(reason, []).append(fix_id)
@@ -33,7 +33,7 @@ def count(number: int, noun: str) -> str:
 
 
 def print_stderr(text: str) -> None:
-    """Write a line to file descriptor 2. Ignore errors: a full disk must not end a job."""
+    """Write a line to file descriptor 2. Ignore errors, because a full disk must not end a job."""
     if sys.__stderr__ is not None:  # else the descriptor may be another file
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode(errors="backslashreplace"))

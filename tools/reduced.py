@@ -1,4 +1,4 @@
-"""Remove from the patches of fixes the parts of the spine (`te_graph_fixes/support/replay.py`) that they do not use."""
+"""Remove unused parts of the *spine* (`te_graph_fixes/support/replay.py`) from the patches of fixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ ADDED = re.compile(r'(\.add\(\s*"(\w+ \w+)", )"([^"]+)", ')
 """The beginning of a call that adds a step. Its second and third groups are the phase and the name of the step."""
 REGISTRATION = "forward prepare", "register states of TE"
 BEFORE_REGISTRATION = "forward prepare", "resume recipe states"
-"""The only step that must precede steps added before it. Without this step, patches omit all names and their order."""
+"""The only step that must run before steps that are added earlier.
+
+Patches without this step omit the names and the order of all steps.
+"""
 FACTS = ("inputs", "specs", "keywords", "reuses_weights", "takes_grads")
 """The attributes of a `Call` that patches omit if no step reads them."""
 SUMMARY = "Steps that run at each replay of a graphed callable, in these phases:"

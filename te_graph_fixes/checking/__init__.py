@@ -41,7 +41,7 @@ class Options:
     def parse(cls, text: str, name: str = CHECK) -> Options | None:
         """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``, ``0`` and an empty text.
 
-        Raise ValueError for any other text, the value of the variable or option ``name``.
+        Raise ValueError for any other text. The error names the variable or option ``name``, whose value is the text.
         """
         words = text.lower().replace(" ", "")
         if words in ("", "0", "off"):
@@ -54,7 +54,7 @@ class Options:
 
 
 def environment_options() -> Options | None:
-    """Return the options in the variable `CHECK`; None for no check.
+    """Return the options in the variable `CHECK`, or None if it requests no check.
 
     Raise ValueError if the variable is invalid, and ImportError if a check is not possible without wrapt. If all fixes
     are turned off, print the error instead, and return None.

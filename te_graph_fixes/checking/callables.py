@@ -173,7 +173,9 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``, a part of the check. If it raises, leave the callable out and return None."""
+        """Return the result of ``work``, a part of the check. If ``work`` raises, leave the callable out and return
+        None.
+        """
         reference = self._reference
         if self._check.finished:
             return None
@@ -183,7 +185,7 @@ class CheckedCallable:
             except NotIsolatedError as error:
                 reference.refusal = str(error)
             except Exception as error:
-                reference.refusal = f"it raised in its eager run: {type(error).__name__}: {error}"
+                reference.refusal = f"its eager run raised {type(error).__name__}: {error}"
         return self._check.leave_out(self._index, reference)
 
     def _subject(self, when: str, tensor: str) -> Subject:

@@ -41,11 +41,11 @@ from .lifetimes import PARAMETER, Lifetimes, Subject
 NOISE_FACTOR = 8
 """An error is a mismatch if it exceeds the difference of two eager runs by more than this factor."""
 MAX_NOISE = 0.1
-"""A tensor is not compared if the relative error of two eager runs is larger: no kernel has written its memory."""
+"""A tensor is not compared if two eager runs differ by a larger relative error: no kernel has written its memory."""
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The texts of mismatches without two tensors to compare, by the graph's value (of a mark, or None for a tensor)."""
+"""The texts of mismatches that are not between two tensors, by the graph's value: a mark, or None for no tensor."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
@@ -188,7 +188,7 @@ class Check:
 
     @functools.cached_property
     def _fixes(self) -> tuple[str, str]:
-        """Return the state of the fixes (``on``, ``off``, or such as ``30 of 34``), and the digest of the report."""
+        """The state of the fixes (``on``, ``off``, or for example ``30 of 34``), and the digest of the report."""
         found = report()
         active, number = len(found.active), len(found.active) + len(found.missing) + len(found.having(Status.DISABLED))
         if found.mode == "off":
@@ -197,7 +197,7 @@ class Check:
 
     @functools.cached_property
     def _unapplied_fixes(self) -> list[Fix]:
-        """Return the fixes that this TransformerEngine needs but that are not applied; [] if none is missing."""
+        """The fixes that this TransformerEngine needs but that are not applied, or [] if none is missing."""
         found = read(Source.installed()).assessments
         needed = [fix for fix, assessment in found.items() if assessment.verdict == Verdict.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().active]
@@ -251,7 +251,7 @@ def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
     ranks = {state: [rank for rank, each in enumerate(fixes) if each == state] for state in dict.fromkeys(fixes)}
     states = [f"fixes {found} (digest {digest}) on {numbered_ranks(ranks)}" for (found, digest), ranks in ranks.items()]
     text, _, _ = _sentence(totals).partition(":")
-    error = f"the ranks differ in their fixes, so nothing is proved: {', '.join(states)}"
+    error = f"the ranks differ in their fixes, so the result is not valid: {', '.join(states)}"
     return f"te-graph-fixes check, error: {error}; {text}"
 
 

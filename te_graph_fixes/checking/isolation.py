@@ -40,7 +40,8 @@ class IsolatedParameters:
     def __init__(self, parameters: Iterable[Any], retain_graph: bool) -> None:
         """Isolate ``parameters``.
 
-        ``retain_graph``: the capture retained autograd graphs, so a second backward may need their saved tensors.
+        ``retain_graph`` is True if the capture retained autograd graphs, because a second backward may then need their
+        saved tensors.
         """
         self.grads: dict[Any, Any] = {}
         """The job's ``.grad`` of each leaf."""
@@ -114,7 +115,7 @@ class Engine:
         for leaf in leaves:
             if leaf not in self._isolated.grads:
                 if hasattr(leaf, "main_grad"):
-                    raise NotIsolatedError("it uses a parameter of another module, which has a main_grad")
+                    raise NotIsolatedError("it uses a parameter with a main_grad that belongs to another module")
                 self._isolated.set_aside_gradient(leaf)
         grads = self._engine.run_backward(*arguments, leaves, True) if leaves else ()
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -139,9 +140,9 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """Records the writes of torch operators to tensors that existed before, until `revert`.
+    """A record of the writes of torch operators to tensors that existed before, until `revert`.
 
-    Writes of other kernels are not recorded: those of TE, and those of compiled functions.
+    Writes by TE's kernels and by compiled functions are not recorded.
     """
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
@@ -153,7 +154,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled functions run as in the capture. Uncompiled, they would round otherwise."""
+        """Return True, so that compiled functions run as in the capture. Uncompiled, they would round differently."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +175,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
             self._before[key] = tensor.detach(), tensor.detach().clone()
 
     def revert(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore every written tensor. Return ``values``, the results of the run, with copies of such tensors.
+        """Restore every written tensor. Return the results ``values`` of the run, in which written tensors are copies.
 
         A result can be a written tensor, because a compiled function allocates without an operator.
         """
@@ -186,7 +187,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the plain tensors of a tree, or []. A quantized tensor consists of plain tensors, without own memory."""
+    """Return the plain tensors of a tree, or []. Quantized tensors have no memory of their own, so they are omitted."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
 
 
@@ -202,7 +203,7 @@ class JobTensors:
         self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
 
     def restore(self) -> dict[str, torch.Tensor]:
-        """Restore all tensors without waiting for the GPU. Return, by name, the relative error of each before that."""
+        """Restore all tensors without waiting for the GPU. Return the relative errors that they had before, by name."""
         changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
             tensor.data.copy_(copy)  # The version is unchanged, because a backward of the job may need the tensor.

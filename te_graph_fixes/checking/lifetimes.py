@@ -29,7 +29,7 @@ class Subject(NamedTuple):
 
 
 class Lifetimes:
-    """Tracks tensors in use in graph memory, and reports replays that overwrite them.
+    """The tensors in use in graph memory. Replays that overwrite them are reported.
 
     Two kinds of tensors are in use: the ``.grad`` of a parameter in graph memory, and a tensor being sent, until the
     program has waited for the send. Sends are detected in the process group. `isend` cannot be wrapped, because torch

@@ -61,14 +61,14 @@ class Microbatch:
 
 
 class EagerReference:
-    """The eager side of a module, created before the capture."""
+    """The eager reference of a module, created before the capture."""
 
     def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
         """Create the reference of ``module``. The other arguments are options of the capture."""
         self.module, self.name, self.refusal = module, type(module).__name__, ""
         self.changes: list[tuple[str, torch.Tensor]] = []  # tensors of the job, and their errors after eager runs
         self.callables: list[int] = []  # the numbers of the callables that have this reference
-        self.graph_leaves_marks = False  # a replay has left a mark of a first microbatch, which an eager forward clears
+        self.graph_leaves_marks = False  # true after a replay that has not cleared `FIRST`, unlike an eager forward
         self.parameters: dict[str, Any] = dict(module.named_parameters())
         classes = {kind for submodule in module.modules() for kind in type(submodule).__mro__}
         self.kinds = frozenset({kind.__name__ for kind in classes} | ({"fp8"} if enabled else set()))
@@ -84,7 +84,7 @@ class EagerReference:
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return the attribute ``is_first_microbatch`` of each submodule, set by Megatron-Core; None without it."""
+        """Return ``is_first_microbatch``, set by Megatron-Core, of each submodule, or None for those without it."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -245,7 +245,7 @@ class EagerReference:
         """Register a submodule's FP8 state with TE. Raise an error for another module, whose state is not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
-            raise NotIsolatedError("it runs a module that is not one of its submodules, with FP8 state of its own")
+            raise NotIsolatedError("it runs a module in delayed scaling that is not one of its submodules")
         register(fp8_meta)
 
     def _enter_autocasts(self, stack: ExitStack) -> None:

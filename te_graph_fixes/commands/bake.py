@@ -1,12 +1,12 @@
 """Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
 
-A bake in place first writes each new text beside its module, as ``graph.py.te-graph-fixes-new``, and the manifest
+A bake in place first writes each new text next to its module, as ``graph.py.te-graph-fixes-new``, and the manifest
 ``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
 links the original as ``graph.py.te-graph-fixes-original``, and renames the new text to the module. The added modules
-come first, because the others import them, and graph.py comes last, because it activates what the others contain. So TE
-can be imported after each rename, and computes the same without graphs. An undo renames the originals to their modules,
-in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a bake or an undo was killed, at
-the start of the next command.
+come first, because the others import them, and graph.py comes last, because its changes activate those of the others.
+So TE can be imported after each rename, and computes the same without graphs. An undo renames the originals to their
+modules, in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a bake or an undo was
+killed, at the start of the next command.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
 
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Lock the TE in a folder for this process. Wait up to a minute for another process, and name it with ``note``."""
+    """Lock the TE in a folder. If another process has locked it, report that with ``note`` and wait up to a minute."""
     folder = os.open(location, os.O_RDONLY)
     try:
         for second in range(60):
@@ -78,7 +78,7 @@ def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _lock_holder(folder: int) -> str:
-    """Return the name of the process that has locked an open folder. A process on another host is unknown."""
+    """Return the name of the process that has locked an open folder, or "another process" if it is not on this host."""
     with contextlib.suppress(OSError):
         lock = rf" FLOCK .* (\d+) \S+:{os.fstat(folder).st_ino} "
         if found := re.search(lock, Path("/proc/locks").read_text()):
@@ -133,7 +133,7 @@ def undo(source: Source, force: bool = False) -> str:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
-    """Write the new texts to a folder, with the permissions of the old files (for new files, of ``__init__.py``)."""
+    """Write the new texts to a folder, with the permissions of the old files, or of ``__init__.py`` for new files."""
     for path, (before, after) in files.items():
         file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)

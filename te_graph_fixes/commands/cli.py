@@ -176,7 +176,7 @@ def _bake_in_place(source: Source, where: str) -> str:
     if not decision.to_apply:
         summary = texts.summary_line(decision)
         if decision.disabled:
-            raise BakeError(f"{summary} Nothing to bake: unset {settings.disabled_by}.")
+            raise BakeError(f"{summary} Nothing was baked. To bake these fixes, unset {settings.disabled_by}.")
         return summary
     files, problem_before = bake.baked_files(decision), "" if where else _import_problem()
     try:
@@ -203,7 +203,7 @@ def _import_problem() -> str:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last_line = done.stderr.strip().rpartition("\n")[2]
-    return last_line or f"it ended with status {done.returncode}" if done.returncode else ""
+    return last_line or f"the import ended with status {done.returncode}" if done.returncode else ""
 
 
 def _overlay(decision: Decision, folder: Path) -> None:
@@ -225,7 +225,7 @@ def _require_complete(decision: Decision) -> None:
     if decision.cannot_apply:
         reasons = by_reason(decision.cannot_apply)
         lines = [f"  {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
-        advice = f"To go on without a fix, add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue"
+        advice = f"To continue without a fix, add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue"
         raise BakeError("\n".join(["Nothing was written, because these fixes cannot be applied:", *lines, advice]))
 
 
@@ -343,6 +343,6 @@ _modes = _of_bake.add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
-_commands.add_parser("run", help="Start a program with the fixes in it and its children")  # `__main__` starts it
+_commands.add_parser("run", help="Start a program with the fixes active in it and in its children")  # see `__main__`
 _add(_issue, _of_te)
 _add(_list, _as_json)

@@ -1,4 +1,4 @@
-"""Parts of a command line whose Python processes ``te-graph-fixes run`` does not reach."""
+"""Find the parts of a command line whose Python processes ``te-graph-fixes run`` does not reach."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DROPS_VARIABLES = re.compile(
 
 
 def unreached(command: Sequence[str]) -> list[str]:
-    """Return the parts of a command that drop the environment of ``run``; [] if none is noticed.
+    """Return the parts of a command that drop the environment of ``run``, or [] if no such part is found.
 
     Programs that the command starts only later are not known here.
     """
@@ -36,7 +36,7 @@ def unreached(command: Sequence[str]) -> list[str]:
 
 
 def _interpreter(path: str) -> str:
-    """Return the command in the first line of a script; "" for another file."""
+    """Return the command in the first line of a script, or "" for another file."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         first = file.readline(1000)
         return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""

@@ -24,6 +24,6 @@ FIX = Fix(
     symptom="graphs for inference and training with cached FP8 weights: illegal memory access, or old weights",
     group="evaluation and checkpoints",
     affects="fp8_weight_caching (Megatron sets it) with a graph for inference, or an evaluation in another recipe",
-    cost="memory for the FP8 weights that modules have replaced since the capture",
+    cost="memory for the cached FP8 weights of the capture, if modules have replaced them since",
     patch=REPLAY_STEPS + PATCH,
 )

@@ -12,12 +12,14 @@ the current autocast. This is wrong in six cases:
 4. A module computes FP8 attention in current scaling. TE computes parts of it in delayed scaling.
 5. A module is in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
 6. Two captured modules contain a module that ``te.checkpoint`` recomputes. TE expects backwards in the order of their
-   forwards, but captures them in reverse. A recomputation then has the scales, or even the precision, of another one.
+   forwards, but captures them in reverse. A recomputation then has the scales, or even the precision, of another
+   forward.
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
 the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
-itself restores only modules listed by ``modules()``, in the recipe of the capture. TE also tried to restore the state
-of operations without FP8 in the capture. They have no state, so TE raised ``AssertionError``. The fix omits this.
+itself restores only modules listed by ``modules()``, in the recipe of the capture. TE alone also tries to restore the
+state of operations that run without FP8 in the capture, and raises ``AssertionError``, because they have no state. The
+fix omits this.
 
 A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
 raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager

@@ -8,10 +8,10 @@ time, so after an evaluation it also contains updates of other modules' scales. 
 graph is the first of an autocast. This update is then missing after a module without a backward, and in an autocast
 inside a disabled autocast.
 
-With the fix, warmup and capture do neither update, and each replay of such a backward does both. A replay inside an
-autocast of the program does only the updates of an eager backward inside this autocast. The backward also gets the skip
-flag of its own forward. Otherwise it would quantize weights again after the first microbatch of another graph. Captures
-by `torch.cuda.graph` or Megatron-Core, and other threads, still do the updates themselves.
+With the fix, warmup and capture omit both updates, and each replay of such a backward performs both. A replay inside an
+autocast of the program performs only the updates of an eager backward inside this autocast. The backward also gets the
+skip flag of its own forward. Otherwise it would quantize weights again after the first microbatch of another graph.
+Captures by `torch.cuda.graph` or Megatron-Core, and other threads, still perform the updates themselves.
 """
 
 from ..fix import Fix

@@ -10,14 +10,14 @@ hold tensors (Megatron's ``packed_seq_params``). An output that its module detac
 FP8 output (``fp8_output=True``) is quantized, and an FP8 input is quantized twice.
 
 With the fix, a replay compares its arguments with the sample arguments: number, shapes, ``requires_grad``, values that
-are no tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError`. A backward through a
-forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except under
-`torch.autocast`: an eager module computes other numbers from an fp32 input than from a bf16 input (relative error
-0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. An ignored keyword that is
-or holds a tensor raises `ValueError` too, unless no instruction of the forward loads it. Other ignored keywords raise
-no error, because callers pass ``is_first_microbatch``. Megatron passes its mask to layers without attention, whose
-`__call__` runs another function than `forward`. In such a layer, an ignored tensor only gives one warning. An output
-needs a gradient only if it needed a gradient in the capture.
+are not tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError` if they differ. A
+backward through a forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except
+under `torch.autocast`, because an eager module computes other numbers from an fp32 input than from a bf16 input
+(relative error 0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. An ignored
+keyword argument that is or holds a tensor raises `ValueError` too, unless the bytecode of the forward never loads it.
+Other ignored keyword arguments raise no error, because callers pass ``is_first_microbatch``. Megatron passes its mask
+to layers without attention, whose `__call__` runs another function than `forward`. In such a layer, an ignored tensor
+only causes one warning. An output needs a gradient only if it needed a gradient in the capture.
 
 Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
 although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores

@@ -3,9 +3,10 @@
 Upstream: none yet, TE 2.10 to main
 
 Graphs are registered with the generators of a tracker. After ``reset()`` and ``add()``, or after ``set_states()``, the
-tracker has other generators, but the graphs still use the old ones. With the fix, replays refer to the tracker. If the
-tracker has other generators at a replay, their states are copied to the captured generators and back. The tracker
-cannot reuse generators in place: ``get_states()`` returns the generators themselves to its callers.
+tracker has other generators, but the graphs still use the old generators. With the fix, replays refer to the tracker.
+If the tracker has other generators at a replay, their states are copied to the captured generators before the replay,
+and back after it. The tracker cannot reuse generators in place, because ``get_states()`` returns the generators
+themselves to its callers.
 """
 
 from ..fix import Fix

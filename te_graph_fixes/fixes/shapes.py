@@ -88,4 +88,4 @@ REPLAY_STEPS = """
 @@ graph.py _make_graphed_callables.make_graphed_attribute_functions.reset (at its start)
 +replay.reset()
 """
-"""Calls of the steps that fixes add to a replay (`te_graph_fixes/support/replay.py`)."""
+"""Hunks that make TE's code call the steps that fixes add to a replay (`te_graph_fixes/support/replay.py`)."""

@@ -2,18 +2,18 @@
 
 Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/TransformerEngine/pull/3298 is about the second case.
 
-There are three cases.
+This happens in three cases:
 
-1. Modules have the mark ``is_first_microbatch``, as in Megatron-Core, and the capture does not cache weights
-   (``cache_quantized_params=False``, as in Megatron-Core 0.14.0 if attention is not captured). The warmup clears the
-   mark. Without a skip flag, a module called with False never quantizes its weights. With the fix, such a graph reads a
-   flag for each marked module. The flags are filled from the marks before each replay
+1. Modules have the attribute ``is_first_microbatch``, as in Megatron-Core, and the capture does not cache weights
+   (``cache_quantized_params=False``, as in Megatron-Core 0.14.0 if attention is not captured). The warmup sets the
+   attribute to False. Without a skip flag, a module called with False never quantizes its weights. With the fix, such a
+   graph reads a flag for each module with the attribute. The flags are filled from the attributes before each replay
    (`te_graph_fixes/support/first_microbatches.py`). If a module is called with False every time, its graph reuses the
    weights of an earlier call, as the module does.
 2. A capture that does not cache weights follows a capture that does, and reads the skip flag of that capture.
 3. Another FP8 module runs before the graph in the same autocast. The graph then does not fill the skip flag, which
-   still has the value for another graph or microbatch. With the fix, a graph that caches weights fills the flag if its
-   value differs.
+   still has the value for another graph or microbatch. With the fix, a graph that caches weights fills the flag
+   whenever the flag has another value.
 """
 
 from ..fix import Fix

@@ -27,7 +27,7 @@ UPSTREAM = """
 @@ module/base.py TransformerEngineBaseModule (0 times)
  ANY_MODULE.is_first_microbatch = ANY
 """
-"""TE's graph code reads a keyword of this name in three places, and no code of TE sets the attribute."""
+"""TE's graph code reads the keyword argument in three places, and no code of TE sets the attribute."""
 
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch reaches main_grad (wgrad norm ratio 0.577 for three microbatches)",
@@ -35,7 +35,7 @@ FIX = Fix(
     affects="several microbatches with fused wgrads (Megatron's default), in modules with is_first_microbatch",
     affected_versions="<2.14",
     patch=PATCH,
-    corrected=[(UPSTREAM, "warmup leaves is_first_microbatch alone")],
+    corrected=[(UPSTREAM, "warmup does not change is_first_microbatch")],
     requires=("grouped-linear-skip-flag", "param-grad-lifetime", "stale-fp8-weights"),
     check_hints=("backward main_grad",),
 )

@@ -2,7 +2,7 @@
 
 Upstream: none yet (the hooks came with https://github.com/NVIDIA/TransformerEngine/pull/2614)
 
-TE stores the modules of a callable in a ``set``. Its order depends on memory addresses and differs between processes.
+TE stores the modules of a callable in a ``set``, whose order depends on memory addresses and differs between processes.
 Megatron-Core's hooks start the reduction of a bucket once its last gradient is ready. If two buckets become ready in
 one ``backward_dw``, as with weights larger than a bucket, ranks start the reductions in different orders. With the fix,
 the modules are in a ``dict``, in the order of their forwards.

@@ -175,10 +175,10 @@ Later installations reuse the module, because it contains the state of graphs, a
 
 
 class Installation:
-    """Composes, compiles, installs and reverts ``changes``.
+    """The composition of ``changes``, which can be installed and reverted.
 
-    The constructor raises `InstallationError` if changes conflict. `install` succeeds only if no change is in
-    `failing_changes`.
+    The constructor compiles the changes, and raises `InstallationError` if they conflict. `install` succeeds only if no
+    change is in `failing_changes`.
     """
 
     def __init__(self, source: Source, changes: Changes) -> None:
@@ -209,7 +209,7 @@ class Installation:
         for patch in self._patches:
             if not runs(patch.module, patch.qualname, patch.before):
                 place = f"{patch.qualname} of {patch.module}"
-                reason = f"another package has replaced {place}, or its file has changed since"
+                reason = f"another package has replaced {place}, or its file has changed since the import"
                 for name in patch.owners:
                     reasons.setdefault(name, reason)
         return reasons
@@ -276,7 +276,7 @@ class Installation:
         )
 
     def revert(self) -> None:
-        """Restore every original object, unless another package has replaced ours since."""
+        """Restore every original object, unless another package has since replaced the object that was installed."""
         for owner, name, had, value in self._attributes:
             now = _attribute(owner, name)
             if now is value and had is None:

@@ -33,7 +33,7 @@ _DISTRIBUTIONS = (
 
 
 class TENotFoundError(Exception):
-    """No TransformerEngine was found."""
+    """The error if no TransformerEngine is found."""
 
 
 class UnrecognizedError(Exception):
@@ -111,7 +111,7 @@ class Source:
 
 
 def _version(folder: str) -> str | None:
-    """Return the TE's version from the metadata next to it or a checkout's VERSION.txt; None if neither has it."""
+    """Return TE's version from the metadata next to it, or from a checkout's VERSION.txt, or None if neither has it."""
     for name in _DISTRIBUTIONS:
         for distribution in importlib.metadata.distributions(name=name, path=[folder]):
             with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version

@@ -34,7 +34,7 @@ def test_a_warning_names_the_problem_and_what_to_do() -> None:
         "1 fix that TransformerEngine 2.12.0 needs cannot be applied: its graphs may give wrong gradients.",
         "Stop the job, or turn graphs off. To run without a fix, add it to TE_GRAPH_FIXES_DISABLE; without all of "
         "them, set TE_GRAPH_FIXES_STRICT=0.",
-        "For a report of the problem, run:",
+        "To report the problem, run:",
         "  te-graph-fixes issue",
         "Reasons:",
         "  warmup-reset: looked for a loop, found none",

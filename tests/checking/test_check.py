@@ -69,8 +69,8 @@ CHECKPOINTED = json.dumps({**CORRECT["te.checkpoint"], "recipe": "delayed"})
 LEFT_OUT = {
     "left out a buffer": "its eager run changed buffer count, which the check restored",
     "left out a main grad in a closure": "its eager run changed main_grad of scale, which the check restored",
-    "left out a fused module in a list": "it uses a parameter of another module, which has a main_grad",
-    "left out an fp8 module in a list": "it runs a module that is not one of its submodules, with FP8 state of its own",
+    "left out a fused module in a list": "it uses a parameter with a main_grad that belongs to another module",
+    "left out an fp8 module in a list": "it runs a module in delayed scaling that is not one of its submodules",
     "left out a parameter added afterwards": "parameters were added to it after its capture",
     CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
 }
@@ -323,7 +323,7 @@ te.Linear.forward, done = once, []
     [
         (SHARDED, "", "its parameters are sharded (DTensor)"),
         (OVERLAPPED, "", "it shares communication buffers (userbuffers)"),
-        (RAISING, "done.append(1)", "it raised in its eager run"),
+        (RAISING, "done.append(1)", "its eager run raised"),
     ],
     ids=["sharded", "overlapped", "raising"],
 )

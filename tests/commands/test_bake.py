@@ -381,12 +381,12 @@ ALL, OFF, REPLAY = ("", ""), ("off", ""), ("", "replay-arguments")
 @pytest.mark.parametrize(
     ("at_bake", "later", "said"),
     [
-        (ALL, OFF, r": none-outputs, replay-arguments, warmup-reset stay applied\."),
-        (ALL, REPLAY, r": replay-arguments, warmup-reset stay applied\."),
+        (ALL, OFF, r": none-outputs, replay-arguments, warmup-reset will stay applied\."),
+        (ALL, REPLAY, r": replay-arguments, warmup-reset will stay applied\."),
         (("upstream", ""), ("upstream", ""), None),
         (REPLAY, REPLAY, None),
         (REPLAY, ALL, None),
-        (REPLAY, ("replay-arguments", ""), ": none-outputs stay applied and replay-arguments stay disabled"),
+        (REPLAY, ("replay-arguments", ""), ": none-outputs will stay applied and replay-arguments will stay disabled"),
     ],
 )
 def test_settings_do_not_change_a_bake(
@@ -405,7 +405,8 @@ def test_settings_do_not_change_a_bake(
         status, out, err = cli(*command, "--source", small)
         return status, out + err
 
-    assert f"all 3 are disabled by {SWITCH}. Nothing to bake: unset {SWITCH}." in run(OFF, "bake")[1]
+    problem = f"all 3 are disabled by {SWITCH}. Nothing was baked. To bake these fixes, unset {SWITCH}."
+    assert problem in run(OFF, "bake")[1]
     assert (" disabled by TE_GRAPH_FIXES" in run(at_bake, "bake")[1]) == (at_bake != ALL)
     baked = content(small)
     status, out = run(later, "status")

@@ -116,7 +116,7 @@ def test_status_as_json(cli: Cli, tmp_path: Path) -> None:
     assert found["fixes"]["warmup-reset"] == {
         "status": "not-needed",
         "expected": "not-needed",
-        "reason": "warmup leaves is_first_microbatch alone",
+        "reason": "warmup does not change is_first_microbatch",
         "upstream": ["https://github.com/NVIDIA/TransformerEngine/pull/2715"],
     }
     other = found["fixes"]["grouped-linear-skip-flag"]
@@ -276,7 +276,11 @@ UNKNOWN = "unknown fix wormup-reset. Did you mean warmup-reset? Valid: the ids t
         ("diff --source /tmp", 2, "no transformer_engine package in '/tmp': expected /tmp/transformer_engine/__init__"),
         ("explain wormup-reset", 2, UNKNOWN),
         ("diff wormup-reset --source 2.15.0", 2, UNKNOWN),
-        ("diff warmup-reset --source 2.15.0", 0, "warmup-reset is not-needed: warmup leaves is_first_microbatch alone"),
+        (
+            "diff warmup-reset --source 2.15.0",
+            0,
+            "warmup-reset is not-needed: warmup does not change is_first_microbatch",
+        ),
         ("diff --source 2.12.0", 0, "No changes. For the reasons, run `te-graph-fixes status --all --source "),
     ],
 )

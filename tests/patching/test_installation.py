@@ -350,7 +350,8 @@ def test_what_somebody_has_replaced_is_reported_and_not_touched(standin: Callabl
     else:
         del package.module.A.run
     reasons = Installation(package.source, verdicts).failing_changes()
-    assert reasons == {"first": "another package has replaced A.run of standin.code, or its file has changed since"}
+    reason = "another package has replaced A.run of standin.code, or its file has changed since the import"
+    assert reasons == {"first": reason}
     assert package.module.other() == 1
 
 
