@@ -1,4 +1,4 @@
-"""A frozen graph must not switch off the amax reduction of the backward."""
+"""A graph without a backward must not prevent the amax reduction of other backwards."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_reduces_backward_amaxes_behind_frozen_graph() -> None:
-    """The scales of a backward behind a frozen graph must be those of eager training."""
+    """After a frozen graph, the scales of another module's backward must equal eager training."""
     fp8_recipe = recipe.DelayedScaling()
     scales = []
     for graphed in (False, True):

@@ -1,4 +1,4 @@
-"""Legal orders with delayed weight gradients must be correct, illegal ones must raise."""
+"""Legal orders with delayed weight gradients must be correct, and illegal orders must raise."""
 
 from typing import List
 
@@ -8,7 +8,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def _train_in_order(order: List[float], *, graphed: bool) -> torch.Tensor:
-    """Return the main_grad of each chunk, one layer each, after the entries of ``order``."""
+    """Run the entries of ``order`` and return the main_grad of each chunk, which is one layer."""
     chunks = int(max(order))
     microbatches = order.count(1)
     torch.manual_seed(1)
@@ -65,11 +65,11 @@ def _train_in_order(order: List[float], *, graphed: bool) -> torch.Tensor:
     ids=str,
 )
 def test_make_graphed_callables_with_delayed_wgrad_order(order: List[float]) -> None:
-    """Weight gradients must be those of eager training without delay."""
+    """Weight gradients must equal eager training without delayed weight gradients."""
     assert torch.equal(_train_in_order(order, graphed=True), _train_in_order(order, graphed=False))
 
 
 def test_make_graphed_callables_rejects_wgrad_before_dgrad() -> None:
-    """An illegal order must raise before the warmup."""
+    """An order with a wgrad before its dgrad must raise a ValueError."""
     with pytest.raises(ValueError, match="order"):
         _train_in_order([1, -1.5, -1], graphed=True)

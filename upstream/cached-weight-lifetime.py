@@ -1,4 +1,4 @@
-"""Eager training must not take the cached FP8 weights from a graph for inference."""
+"""Eager training must not free the cached FP8 weights of a graph for inference."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ fp8_available = is_fp8_available()
 def test_make_graphed_callables_keeps_cached_weights_after_eager_training() -> None:
     """A graph for inference must use the weights that the last training forward quantized.
 
-    Inference caches a quantized weight without a transpose. Training needs one, so it replaces the
-    cached weight. The graph still reads the memory of the replaced weight.
+    Inference caches a quantized weight without a transpose. Training needs a transpose, so it
+    replaces the cached weight. The graph must not read the memory of the replaced weight.
     """
     fp8_recipe = recipe.Float8CurrentScaling()
     module = Linear(256, 256, bias=False, params_dtype=torch.bfloat16, device="cuda")

@@ -10,7 +10,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_calibrates_for_given_recipe() -> None:
-    """``calibrating=True`` without ``enabled`` must not fall back to the default recipe."""
+    """With ``calibrating=True`` and ``enabled=False``, the capture must use the given recipe."""
     module = Linear(128, 128, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda")
     make_graphed_callables(

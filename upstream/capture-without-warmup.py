@@ -5,7 +5,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def test_make_graphed_callables_without_warmup() -> None:
-    """``num_warmup_iters=0`` must capture a module for training."""
+    """A capture for training with ``num_warmup_iters=0`` must equal eager training."""
     module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     eager = module(inp)

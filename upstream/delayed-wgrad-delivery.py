@@ -1,4 +1,4 @@
-"""Gradients of a replayed backward_dw must reach the parameters."""
+"""The gradients of a replayed backward_dw must reach the parameters."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformer_engine.pytorch import GroupedLinear, LayerNormMLP, Linear, make
 
 
 def _delayed_wgrads(module_class, *, graphed: bool) -> dict:
-    """Return the gradient of each parameter after one microbatch."""
+    """Return the gradient of each parameter by name after one microbatch."""
     torch.manual_seed(1)
     kwargs = {"bias": True, "params_dtype": torch.bfloat16, "device": "cuda"}
     kwargs["delay_wgrad_compute"] = True
@@ -35,7 +35,7 @@ def _delayed_wgrads(module_class, *, graphed: bool) -> dict:
 
 @pytest.mark.parametrize("module_class", (Linear, GroupedLinear, LayerNormMLP))
 def test_make_graphed_callables_delivers_delayed_wgrads(module_class) -> None:
-    """Weights without fused wgrad and biases must get the gradients of eager training."""
+    """Biases, and weights without a fused wgrad, must get the gradients of eager training."""
     expected = _delayed_wgrads(module_class, graphed=False)
     found = _delayed_wgrads(module_class, graphed=True)
     missing = [name for name, grad in found.items() if grad is None]

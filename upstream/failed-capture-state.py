@@ -1,4 +1,4 @@
-"""A failed capture must leave the process as it was."""
+"""A failed capture must restore the state of the process."""
 
 import gc
 
@@ -20,7 +20,7 @@ class _FailsInCapture(torch.nn.Module):
 
 
 def test_make_graphed_callables_restores_state_after_failure() -> None:
-    """The first exception must be raised, and all global state restored."""
+    """A failed capture must raise its first exception and restore all global state."""
     module = _FailsInCapture()
     call = _FailsInCapture.__call__
     module.linear.weight.grad = torch.ones_like(module.linear.weight)

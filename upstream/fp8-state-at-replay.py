@@ -16,7 +16,7 @@ fp8_available = is_fp8_available()
 
 
 class _ForwardOfSubmodule(torch.nn.Module):
-    """Calls ``forward`` of its submodule directly, so that the submodule's hooks do not run."""
+    """A module that calls ``forward`` of its submodule, so the submodule's hooks do not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _ForwardOfSubmodule(torch.nn.Module):
 
 
 class _OwnAutocast(_ForwardOfSubmodule):
-    """Enters an autocast with a recipe of its own."""
+    """A module that enters an autocast with its own recipe."""
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         with autocast(enabled=True, recipe=recipe.DelayedScaling()):
@@ -39,7 +39,7 @@ class _OwnAutocast(_ForwardOfSubmodule):
     "case", ("forward of submodule", "own autocast", "operation", "checkpoint")
 )
 def test_make_graphed_callables_updates_scales(case: str) -> None:
-    """Gradients of growing inputs must be those of eager training, which updates the scales."""
+    """With inputs that grow at each step, gradients must equal eager training."""
     fp8_recipe = recipe.DelayedScaling()
     if case == "own autocast":
         fp8_recipe = recipe.Float8CurrentScaling()

@@ -5,7 +5,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def test_make_graphed_callables_sets_grad_added_to_main_grad() -> None:
-    """A wrapper that clears the mark in each step must find it set after each backward."""
+    """A replayed backward must set grad_added_to_main_grad again if a wrapper has cleared it."""
     module = Linear(
         128,
         128,

@@ -1,15 +1,15 @@
-"""Grad inputs must not be overwritten while they are sent."""
+"""A grad input must not be overwritten while it is sent."""
 
 import torch
 from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def test_make_graphed_callables_keeps_sent_grad_inputs() -> None:
-    """With every layer as a chunk, the gradient of a model chunk must survive the next one.
+    """If each layer is a chunk, a sent gradient must survive the next model chunk's backward.
 
-    The order is that of stage 0 of 2, with two model chunks of two layers, as Megatron-Core's
-    ``overlap_moe_expert_parallel_comm`` passes it. Megatron-Core waits for the send of the
-    gradient of layers 3 and 1 after the next model chunk's backward and the forward beside it.
+    Megatron-Core passes this order with ``overlap_moe_expert_parallel_comm``, on stage 0 of 2 and
+    with two model chunks of two layers. It sends the gradients of layers 1 and 3, and waits for a
+    send after the next model chunk's backward and the forward next to this backward.
     """
     # fmt: off
     order = [1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4, 4, -3, 3, -2, 4, -1, -2, -1,
@@ -44,7 +44,7 @@ def test_make_graphed_callables_keeps_sent_grad_inputs() -> None:
         inp, out = saved.pop((layer, dgrads[layer]))
         (grad,) = torch.autograd.grad(out, inp, torch.randn_like(out))
         dgrads[layer] += 1
-        if layer in (0, 2):  # sent to the previous stage; the previous send is over now
+        if layer in (0, 2):  # The gradient is sent. The previous send is complete.
             if in_flight is not None and not torch.equal(in_flight[0], in_flight[1]):
                 overwritten.append(in_flight[2])
             in_flight = grad, grad.clone(), position

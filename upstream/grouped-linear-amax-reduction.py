@@ -26,9 +26,10 @@ class _Experts(torch.nn.Module):
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_grouped_linear_amax_reduction() -> None:
-    """After eager steps, a capture must not record updates of the scales.
+    """A capture after eager steps must not record updates of the scales.
 
-    The first module of the autocast has no backward, so eager training updates no scale of it.
+    No gradient reaches the first module of the autocast, so eager training updates no scales
+    of a backward.
     """
     fp8_recipe = recipe.DelayedScaling(amax_history_len=4)
     scales = []

@@ -1,4 +1,4 @@
-"""Gradients of leaves that are passed as inputs must not alias graph memory."""
+"""The gradients of leaves that are passed as inputs must not alias graph memory."""
 
 import torch
 from transformer_engine.pytorch import make_graphed_callables
@@ -10,7 +10,7 @@ class _Scale(torch.nn.Module):
 
 
 def test_make_graphed_callables_accumulates_grads_of_input_leaves() -> None:
-    """A parameter that is passed as an input must get the sum over the microbatches."""
+    """A parameter that is passed as an input must get the sum of the microbatches' gradients."""
     inputs = torch.randn(3, 64, 64, device="cuda")
     scale = torch.nn.Parameter(torch.ones(64, 64, device="cuda"))
     graphed = make_graphed_callables(

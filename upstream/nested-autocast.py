@@ -1,4 +1,4 @@
-"""Modules inside a captured module must keep FP8."""
+"""Modules inside a captured module must run in FP8."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_nested_module_of_captured_class() -> None:
-    """An inner module of the class of the captured one must run in the same autocast."""
+    """A module inside a captured module of the same class must run in its autocast."""
     fp8_recipe = recipe.Float8CurrentScaling()
     outputs = []
     for graphed in (False, True):

@@ -1,4 +1,4 @@
-"""Hooks of parameters must run at a replay, and not in warmup and capture."""
+"""Hooks of parameters must run at replays, but not in warmup and capture."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 @pytest.mark.parametrize("frees_grad", (False, True))
 def test_make_graphed_callables_runs_parameter_hooks_once(frees_grad: bool) -> None:
-    """A hook must be called once for each replay, and get the gradient of that replay."""
+    """Each replay must call a hook once, with the gradient of that replay."""
     sums, calls = [], []
     for graphed in (False, True):
         torch.manual_seed(1)

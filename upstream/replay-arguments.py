@@ -1,4 +1,4 @@
-"""A replay must reject arguments that do not match its sample arguments."""
+"""A replay must reject arguments that do not match the sample arguments."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ class _Mix(torch.nn.Module):
 
 
 def test_make_graphed_callables_rejects_keyword_for_positional_argument() -> None:
-    """A positional sample passed by keyword must not be replaced by a weight."""
+    """If a positional sample argument is passed by keyword, a replay must raise an error."""
     layer = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda")
     graphed = make_graphed_callables(layer, (torch.randn_like(inp),))
@@ -20,7 +20,7 @@ def test_make_graphed_callables_rejects_keyword_for_positional_argument() -> Non
 
 
 def test_make_graphed_callables_rejects_other_order_of_dict_keys() -> None:
-    """Tensors of a dict must not be exchanged silently."""
+    """If the keys of a dict are in another order, a replay must raise an error."""
     a, b = torch.randn(2, 64, 64, device="cuda")
     graphed = make_graphed_callables(_Mix(), ({"a": a.clone(), "b": b.clone()},))
     with pytest.raises((TypeError, ValueError)):

@@ -16,7 +16,7 @@ class _Dropout(torch.nn.Module):
 
 
 def test_make_graphed_callables_after_reset_of_rng_tracker() -> None:
-    """After ``reset`` and ``add``, a replay must draw the numbers of the new seed."""
+    """After ``reset`` and ``add``, a replay must draw the random numbers of the new seed."""
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 1)
     module = _Dropout(tracker)

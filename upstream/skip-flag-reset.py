@@ -11,7 +11,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_quantizes_after_reset() -> None:
-    """After a reset, a first microbatch must quantize the weights again."""
+    """After FP8GlobalStateManager.reset(), a first microbatch must quantize the weights again."""
     fp8_recipe = recipe.Float8CurrentScaling()
     module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""A graph without cached weights must quantize weights after an update."""
+"""A graph without cached weights must quantize its weights after an update."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ fp8_available = is_fp8_available()
 
 
 class _Marked(torch.nn.Module):
-    """Marks first microbatches as Megatron-Core's modules do."""
+    """A module with ``is_first_microbatch``, like the modules of Megatron-Core."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class _Marked(torch.nn.Module):
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_quantizes_weights_of_marked_modules() -> None:
-    """Outputs after an optimizer step must be those of eager training."""
+    """Outputs must equal eager training if is_first_microbatch is set before each forward."""
     fp8_recipe = recipe.Float8CurrentScaling()
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda")
     outputs = []
@@ -34,7 +34,7 @@ def test_make_graphed_callables_quantizes_weights_of_marked_modules() -> None:
         if graphed:
             sample = inp.clone().requires_grad_()
             make_graphed_callables(module, (sample,), enabled=True, recipe=fp8_recipe)
-            module.is_first_microbatch = False  # up to 2.13, the reset after the warmup sets it
+            module.is_first_microbatch = False  # TE up to 2.13 sets it to True after the warmup
         for _ in range(2):
             module.is_first_microbatch = True
             with autocast(enabled=True, recipe=fp8_recipe):

@@ -1,4 +1,4 @@
-"""An evaluation must not take the FP8 state from the modules of a graph."""
+"""An evaluation must not remove the FP8 state from the modules of a graph."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ fp8_available = is_fp8_available()
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 @pytest.mark.parametrize("operation", (False, True))
 def test_make_graphed_callables_with_evaluation_without_fp8(operation: bool) -> None:
-    """A replay after an evaluation in bf16 must run, and checkpoints keep the FP8 state."""
+    """After an evaluation in bf16, replays must run, and checkpoints must contain the FP8 state."""
     fp8_recipe = recipe.DelayedScaling()
     if operation:
         linear = te_ops.Linear(256, 256, bias=False, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""Static buffers must be reused only by layers that they fit."""
+"""Layers must share static buffers only if all properties of the buffers agree."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _TwoOutputs(Linear):
-    """A projection of two inputs, and its signs, which need no gradient."""
+    """A linear layer with two inputs that also returns the signs of its output."""
 
     place = 0
 
@@ -21,7 +21,7 @@ def _random() -> torch.Tensor:
 
 
 def _train_two_chunks(*, graphed: bool, grads: tuple, twice: bool, place: int) -> list:
-    """Return outputs and gradients of two layers that are chunks of an order."""
+    """Return the outputs and gradients of two layers, which are the chunks of an order."""
     order = [1, 2, -2, -1, 1, 2, -2, -1]
     torch.manual_seed(1)
     layers = [
@@ -71,7 +71,7 @@ def _train_two_chunks(*, graphed: bool, grads: tuple, twice: bool, place: int) -
     ),
 )
 def test_make_graphed_callables_reuses_fitting_buffers(grads, twice, place) -> None:
-    """Layers of several kinds in one order must be those of eager training."""
+    """Outputs and gradients of different layers in one order must equal eager training."""
     kwargs = {"grads": grads, "twice": twice, "place": place}
     found = _train_two_chunks(graphed=True, **kwargs)
     assert all(map(torch.equal, found, _train_two_chunks(graphed=False, **kwargs)))

@@ -1,4 +1,4 @@
-"""An eager module must not keep the autocast of a capture."""
+"""An eager module must not run in the autocast of an earlier capture."""
 
 import pytest
 import torch

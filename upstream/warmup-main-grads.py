@@ -5,7 +5,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _OnesGrad(torch.autograd.Function):
-    """An identity whose gradient is one."""
+    """An identity function whose gradient is always one."""
 
     @staticmethod
     def forward(ctx, inp: torch.Tensor) -> torch.Tensor:  # pylint: disable=unused-argument
@@ -17,14 +17,14 @@ class _OnesGrad(torch.autograd.Function):
 
 
 class _LinearWithOnesGrad(Linear):
-    """A projection whose wgrad is not 0 in the warmup, whose output gradients are uninitialized."""
+    """A linear layer with a wgrad other than 0, whatever the output gradients of the warmup are."""
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         return _OnesGrad.apply(super().forward(inp))
 
 
 def test_make_graphed_callables_keeps_main_grad() -> None:
-    """The fused wgrads of the warmup must not stay in main_grad."""
+    """The warmup must not change main_grad."""
     module = _LinearWithOnesGrad(
         128,
         128,

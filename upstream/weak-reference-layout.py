@@ -1,4 +1,4 @@
-"""Weak references must keep strides and dtype of a tensor."""
+"""Weak references must have the strides and the dtype of their tensor."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _View(Linear):
-    """A projection of a transposed input, and a view of its output."""
+    """A linear layer on a transposed input that returns a view of its output."""
 
     view_of = None
 
@@ -27,7 +27,7 @@ class _View(Linear):
     ids=("contiguous", "transposed", "chunk", "strided", "expanded", "float64"),
 )
 def test_make_graphed_callables_reused_buffers_keep_layout(view_of) -> None:
-    """Outputs and gradients of inputs must be those of eager training."""
+    """Outputs and gradients of inputs must equal eager training."""
 
     def random() -> torch.Tensor:
         return torch.randn(256, 128, dtype=torch.bfloat16, device="cuda").t().requires_grad_()

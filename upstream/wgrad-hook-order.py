@@ -1,4 +1,4 @@
-"""Gradient hooks of a graph's backward_dw must run in the order of the modules."""
+"""The gradient hooks of a graph's backward_dw must run in the order of the modules."""
 
 import torch
 from transformer_engine.pytorch import Linear, make_graphed_callables
@@ -11,7 +11,7 @@ class _Layers(torch.nn.Sequential):
 
 
 def test_make_graphed_callables_order_of_wgrad_hooks() -> None:
-    """Ranks that run the hooks in different orders would reduce different buckets."""
+    """The hooks must run in the same order on all ranks, which is the order of the modules."""
     layers = _Layers(
         *(
             Linear(

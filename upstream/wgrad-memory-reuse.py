@@ -1,11 +1,11 @@
-"""Delayed wgrads of callables that are captured together must not share memory with dgrads."""
+"""Dgrads must not overwrite inputs of delayed wgrads if callables are captured together."""
 
 import torch
 from transformer_engine.pytorch import LayerNormLinear, make_graphed_callables
 
 
 def _wgrads(*, together: bool) -> list:
-    """Return the delayed wgrads of two layers, captured by one call or by one each."""
+    """Return the delayed wgrads of two layers, captured in one call or in one call each."""
     torch.manual_seed(1)
     layers = [
         LayerNormLinear(
@@ -36,5 +36,5 @@ def _wgrads(*, together: bool) -> list:
 
 
 def test_make_graphed_callables_delayed_wgrads_of_several_callables() -> None:
-    """Wgrads of callables captured together must be those of callables captured one by one."""
+    """Wgrads must not depend on whether callables are captured together or one by one."""
     assert all(map(torch.equal, _wgrads(together=True), _wgrads(together=False)))

@@ -5,7 +5,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def test_make_graphed_callables_delayed_wgrad_of_first_layer() -> None:
-    """The output of a layer without bias must need a gradient, even if its input needs none."""
+    """The output of a layer without bias must need a gradient, even if the input needs none."""
     module = Linear(
         128,
         128,
