@@ -207,7 +207,7 @@ def figures_of_random_programs() -> list[str]:
     causes = words[len(rows(page, "The differences", "seeds"))].lower()
     assert silent == 0
     assert f"{differ} of {checked:,} random programs that keep" in page
-    assert f"None of {broken:,} that break them is wrong without an error" in page.replace("\n", " ")
+    assert f"None of {broken:,} programs that break them is wrong without an error" in page.replace("\n", " ")
     return [
         f"[{differ} of {checked:,} random programs](docs/results/README.md#random-programs)",
         f"for {causes} reasons",
