@@ -3,10 +3,10 @@
     python examples/megatron_bridge.py                # in a NeMo container, on two GPUs
     python examples/megatron_bridge.py --check        # two more runs, under `te-graph-fixes run --check`
 
-This is the program of the report TE #3051 with all of its options, but with a smaller model, mock data and fewer ranks.
-As in the report, "graphs off" delays the capture beyond the last step. The program prints the loss and the gradient
-norm of each step and the norms of `main_grad` by kind of parameter, and draws a picture. The exit status is the same as
-for `megatron_lm.py`.
+This program uses all options of the report TE #3051, but a smaller model, mock data and fewer ranks. As in the report,
+the run with "graphs off" delays the capture beyond its last step. The program prints the loss and the gradient norm of
+each step, and the norms of `main_grad` by kind of parameter, and draws a picture. Its exit status is that of
+`megatron_lm.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_runs import WARMUP, Training, add_arguments, run_and_report
 
 AS_RANK = "--as-a-rank"
 NEVER = 1000
-"""A number of warmup steps that the training does not reach."""
+"""A number of warmup steps above the number of steps of the training."""
 SMALL = {
     "hybrid_layer_pattern": "MEM*EMEM*E",
     "num_layers": 10,
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def be_rank(iterations: int, gpus: int, graphs: bool) -> None:
-    """Train on this rank."""
+    """Train on this rank, and print norms of gradients in some steps."""
     prepare()
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -73,7 +73,7 @@ def steps(iterations: int) -> Collection[int]:
 
 
 def config(iterations: int, gpus: int, graphs: bool) -> Any:
-    """Return the recipe with the options of the report, small and deterministic."""
+    """Return the recipe with the options of the report, but for a small model, mock data and deterministic mode."""
     from megatron.bridge.recipes.nemotronh.nemotron_3_nano import nemotron_3_nano_pretrain_config
     from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
     from megatron.core.transformer.enums import AttnBackend
@@ -117,7 +117,7 @@ def config(iterations: int, gpus: int, graphs: bool) -> Any:
     config.logger.log_interval, config.logger.tensorboard_dir = 1, None
     config.logger.log_timers_to_tensorboard = False
     config.dist.distributed_timeout_minutes = 3
-    # runs with the same settings compute the same numbers
+    # deterministic mode, so that runs can be compared digit by digit
     model.deterministic_mode, model.attention_backend = True, AttnBackend.unfused
     model.cross_entropy_loss_fusion = model.use_mamba_mem_eff_path = False
     return config

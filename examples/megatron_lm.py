@@ -7,12 +7,13 @@
     python examples/megatron_lm.py ~/Megatron-LM --model own -- FLAGS             # your own model
     python examples/megatron_lm.py --draw PNG TITLE=FOLDER ...                    # earlier runs in one picture
 
-The example prints the loss and the gradient norm of each iteration side by side, the norms of `main_grad` by kind of
-parameter, the time of a step and the peak memory, and draws a picture (with matplotlib). All three runs train the same
-model on mock data in deterministic mode, so equal results are equal in every printed digit. With --check, two more runs
-compare graphs with eager modules during the training. `hybrid` needs mamba-ssm. The exit status is 0 if, with
-te-graph-fixes, every figure is the same as with graphs off. It is 1 if a figure differs, and 2 for wrong usage or if
-the run without graphs failed.
+The program prints the losses and gradient norms of the three runs side by side, the norms of `main_grad` by kind of
+parameter, the time of a step and the peak memory. It also draws a picture, if matplotlib is installed. All runs train
+the same model on mock data in deterministic mode, so correct runs print the same digits. With --check, two more runs
+compare graphs with eager modules during the training. `hybrid` needs mamba-ssm.
+
+Exit with 1 if a loss or norm with te-graph-fixes differs from graphs off, or if a run with --check changes a printed
+digit or finds a mismatch with te-graph-fixes. Exit with 2 for wrong usage, or if the run without graphs fails.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AS_RANK = "--as-a-rank"
 DRAW = "--draw"
 GPT = ("pretrain_gpt.py",)
 HYBRID = ("pretrain_hybrid.py", "pretrain_mamba.py")
-"""The names of the program for hybrid models in Megatron-LM 0.19 and in earlier releases."""
+"""Megatron-LM's program for hybrid models: its name in 0.19, and its name in earlier releases."""
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --eval-iters 0 --eval-interval 1000
@@ -68,14 +69,14 @@ RECIPES = {
 }
 OVERLAP = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 MANY_CONNECTIONS = {"--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp"}
-"""Flags with which Megatron-LM requires CUDA_DEVICE_MAX_CONNECTIONS to be more than 1."""
+"""The flags for which Megatron-LM requires that CUDA_DEVICE_MAX_CONNECTIONS is above 1."""
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-scope"
 MAMBA_SPEC = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 
 
 @dataclass(frozen=True)
 class Model:
-    """The flags of a model, and the flags that capture it."""
+    """The flags of a model, and the additional flags that capture it in graphs."""
 
     flags: str
     graphs: str
@@ -115,9 +116,9 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a checkout of Megatron-LM, 0.16 or later")
-    parser.add_argument("--model", choices=MODELS, default="experts")
-    parser.add_argument("--recipe", choices=RECIPES, help="default: tensorwise; bf16 for overlap and own")
-    parser.add_argument("--graphs", help="flags of the runs with graphs; default: the model's flags")
+    parser.add_argument("--model", choices=MODELS, default="experts", help="default: %(default)s")
+    parser.add_argument("--recipe", choices=RECIPES, help="default: bf16 for overlap and own, else tensorwise")
+    parser.add_argument("--graphs", help="the flags that turn graphs on; default: depends on --model")
     parser.add_argument("--microbatches", type=int, default=4, help="per step and GPU; default: %(default)s")
     add_arguments(parser, "megatron-lm")
     parser.usage = "%(prog)s CHECKOUT [OPTIONS] [-- FLAGS of pretrain_gpt.py, for all runs]"
@@ -132,7 +133,7 @@ def parse() -> argparse.Namespace:
 
 
 def require(parser: argparse.ArgumentParser, checkout: Path, programs: tuple[str, ...]) -> None:
-    """End with a usage error if the checkout or a package is missing."""
+    """Exit with a usage error if the checkout contains none of the ``programs``, or if a package is missing."""
     if not any((checkout / program).is_file() for program in programs):
         parser.error(f"{checkout} contains no {programs[-1]}: CHECKOUT must be a checkout of Megatron-LM")
     for needed in ("te_graph_fixes", "transformer_engine", "torch"):
@@ -151,7 +152,7 @@ def train(
     steps: range = range(0),
     stages: tuple[tuple[str, ...], ...] = ((),),
 ) -> Training:
-    """Return a training with the first of the programs that the checkout has."""
+    """Return a training that runs the first of the ``programs`` that the checkout contains."""
     program = next(program for program in programs if (checkout / program).is_file())
     if program == "pretrain_mamba.py":
         flags = [*shlex.split(MAMBA_SPEC), *flags]
@@ -175,7 +176,7 @@ def train(
 
 
 def be_rank(steps: str, program: str, *flags: str) -> None:
-    """Run Megatron-LM's program in this process, and print the norms of gradients in some steps."""
+    """Run Megatron-LM's program in this process, and print the norms of gradients in the ``steps``."""
     sys.path[:1] = [os.path.dirname(program)]
     sys.argv = [program, *flags]
     prepare()
@@ -185,7 +186,7 @@ def be_rank(steps: str, program: str, *flags: str) -> None:
 
 
 def watch_steps(steps: set[int]) -> None:
-    """Print the norms of gradients in these steps of Megatron-LM's training loop."""
+    """Make Megatron-LM's training loop print the norms of gradients in these steps."""
     from megatron.training import training
 
     set_up = training.setup_model_and_optimizer

@@ -1,12 +1,12 @@
-"""Train a small MoE GPT of Megatron-Core with TransformerEngine's (TE's) graphs and without, and compare gradients.
+"""Train a small MoE GPT of Megatron-Core with and without TransformerEngine's (TE's) graphs, and compare gradients.
 
     python examples/megatron_moe.py                       # one GPU, TE and megatron-core
     TE_GRAPH_FIXES=off python examples/megatron_moe.py    # the same with the fixes off
 
-The model has two layers, experts padded to their capacity, FP8, and fused weight gradients in fp32 ``main_grad``. Whole
-layers are captured (``cuda_graph_impl="transformer_engine"``). It trains for three optimizer steps of three
-microbatches. Without the line ``import te_graph_fixes``, ``te-graph-fixes run python examples/megatron_moe.py`` does
-the same.
+The model has two layers, experts padded to their capacity, FP8, and weight gradients that are fused into fp32
+``main_grad``. Whole layers are captured (``cuda_graph_impl="transformer_engine"``). The program trains for three
+optimizer steps of three microbatches. Exit with 1 if a gradient differs. Without the line
+``import te_graph_fixes``, ``te-graph-fixes run`` would apply the fixes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEARNING_RATE = 1e-3
 
 
 def start() -> None:
-    """Set up a job of one process."""
+    """Initialize torch.distributed and Megatron-Core for a job of one process."""
     import torch
 
     stand_in_for_apex()
@@ -51,7 +51,7 @@ def start() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Install the function of apex that Megatron's embedding and output layers call for fused wgrads."""
+    """Install a replacement of apex's function that Megatron's embedding and output layers call for fused wgrads."""
     import torch
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def config(recipe: str, graphs: bool, **changed: Any) -> Any:
 
 
 def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    """Return the loss of every microbatch and the ``main_grad`` of every parameter, for each step."""
+    """Train a model. Return, for each step, the losses of all microbatches and each parameter's ``main_grad``."""
     gpt, model = build(recipe, graphs)
     losses, grads = [], []
     for number in range(STEPS):
@@ -107,7 +107,7 @@ def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, 
 
 
 def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
-    """Return the model and its DDP wrapper, captured if ``graphs``; ``changed`` replaces options of the config."""
+    """Return a GPT model and its DDP wrapper. If ``graphs``, capture it. ``changed`` replaces options of the config."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -121,7 +121,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
-    # As in Megatron's training loop: the accumulation of gradients on the default stream cannot be captured.
+    # As in Megatron's training loop, use a side stream: a capture cannot contain accumulation on the default stream.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -133,7 +133,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
 
 
 def capture(model: Any) -> Any:
-    """Capture the layers of a model that was built for it. Return Megatron's helper, which can delete the graphs."""
+    """Capture the layers of a model with graphs on. Return Megatron's helper, which can delete the graphs."""
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     helper = TECudaGraphHelper([model], model.config, TOKENS, 1, [])
@@ -142,7 +142,7 @@ def capture(model: Any) -> Any:
 
 
 def step(model: Any, data: Iterator[Any]) -> list[float]:
-    """Run the forwards and backwards of all microbatches; return the loss of each."""
+    """Run the forwards and backwards of all microbatches, and return the loss of each."""
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

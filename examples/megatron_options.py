@@ -1,15 +1,18 @@
 """Train with many options of Megatron-LM: graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
 
     python examples/megatron_options.py ~/Megatron-LM                        # all options for two GPUs
-    python examples/megatron_options.py ~/Megatron-LM --gpus 4               # those for four GPUs as well
-    python examples/megatron_options.py ~/Megatron-LM multi-token router     # some of them
-    python examples/megatron_options.py --list                               # their names and flags
+    python examples/megatron_options.py ~/Megatron-LM --gpus 4               # also the options for four GPUs
+    python examples/megatron_options.py ~/Megatron-LM multi-token router     # two options
+    python examples/megatron_options.py --list                               # the names and flags of the options
     python examples/megatron_options.py --table JSON ...                     # the results of earlier runs as Markdown
 
-Each option trains a small model on mock data in deterministic mode, in four runs: the three settings, and the fixes
-under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. After an interrupt, the runs end, and the
-results of the finished runs are printed. The printed digits of losses and norms are compared with graphs off. The exit
-status is 0 if, with te-graph-fixes, all figures are the same, 1 if a figure differs, and 2 for wrong usage.
+For each option, four runs train a small model on mock data in deterministic mode: one in each of the three settings,
+and one with the fixes under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. If the program is
+interrupted, it ends the runs in progress and prints the results of the finished runs. It compares the printed digits of
+losses and norms with graphs off.
+
+Exit with 1 if a loss or norm with te-graph-fixes differs, if a check finds a mismatch, or if a run did not finish. Exit
+with 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ EVALUATE = "--eval-iters 2 --eval-interval 4"
 SAVE = f"--save {FOLDER} --save-interval 4"
 RESUME = f"{SAVE} --load {FOLDER}"
 TWICE = ("--exit-interval 4", "")
-"""The additional flags of the two stages of a run that ends after its fourth step and is started again."""
+"""The additional flags of the two stages of a run that ends after its fourth step and then continues."""
 ROUTER = "moe_router moe_preprocess"
 LAYERS = GRAPHS.removesuffix(" --cuda-graph-scope")
 HISTORY = "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent"
@@ -79,14 +82,14 @@ LOCAL = "--cuda-graph-impl local"
 
 @dataclass(frozen=True)
 class Option:
-    """An option: flags of Megatron-LM, and the flags of the small model that they are added to."""
+    """An option of Megatron-LM: its flags, and the small model that they are added to."""
 
     flags: str
-    """The flags of interest, shown in the table."""
+    """The flags under test, which the table shows."""
     graphs: str = f"{GRAPHS} attn moe"
     recipe: str = "tensorwise"
     more: str = ""
-    """Further flags required by these."""
+    """Further flags that these flags require, not in the table."""
     model: str = f"{MOE} {PARALLEL} {PADDED}"
     programs: tuple[str, ...] = GPT
     stages: tuple[str, ...] = ("",)
@@ -94,7 +97,7 @@ class Option:
 
     @property
     def ranks(self) -> str:
-        """The text added to the flags in tables if the option needs more than two GPUs."""
+        """The number of ranks, as tables print it behind the flags, or an empty text for two ranks."""
         return "" if self.gpus == Option.gpus else f", {self.gpus} ranks"
 
     def arguments(self, iterations: int) -> list[str]:
@@ -109,7 +112,7 @@ def dense(flags: str, modules: str = "attn mlp", **changed: Any) -> Option:
 
 
 def routed(flags: str, modules: str = f"attn {ROUTER}", **changed: Any) -> Option:
-    """Return an option whose experts run without graphs."""
+    """Return an option that captures no experts, but routers and attention by default."""
     return Option(flags, f"{GRAPHS} {modules}", **{"model": f"{MOE} {PARALLEL}", **changed})
 
 
@@ -118,12 +121,12 @@ def hybrid(flags: str, modules: str, **changed: Any) -> Option:
 
 
 def four(flags: str, **changed: Any) -> Option:
-    """Return an option of four GPUs whose experts are captured."""
+    """Return an option for four GPUs that captures attention and experts."""
     return Option(flags, model=f"{MOE} {PADDED}", gpus=4, **changed)
 
 
 OPTIONS = {
-    # modules, as in the recipes of Megatron-Bridge and NeMo-RL
+    # captured modules, as in the recipes of Megatron-Bridge and NeMo-RL
     "router": routed("--moe-permute-fusion"),
     "router-bf16": routed("--moe-permute-fusion", recipe="bf16"),
     "router-alone": routed("--moe-permute-fusion", ROUTER),
@@ -201,7 +204,7 @@ OPTIONS = {
     "local-tensorwise": dense("", graphs=LOCAL),
     "full-iteration": dense("--no-check-for-nan-in-loss-and-grad", graphs=f"{LOCAL} --cuda-graph-scope full_iteration"),
 }
-"""The options by name, in groups: modules, parallelism, precision, architecture, and so on."""
+"""The options by name."""
 
 
 def main() -> int:
@@ -233,15 +236,21 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, nargs="?", help="of Megatron-LM, 0.16 or later")
-    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all that --gpus permits")
-    parser.add_argument("--list", action="store_true", help="print the options, and stop")
-    parser.add_argument("--table", metavar="JSON", type=Path, nargs="+", help="print options.json of earlier runs")
+    parser.add_argument("checkout", metavar="CHECKOUT", type=Path, nargs="?", help="a Megatron-LM, 0.16 or later")
+    parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all options for at most --gpus GPUs")
+    parser.add_argument("--list", action="store_true", help="print the options, and exit")
+    parser.add_argument(
+        "--table", metavar="JSON", type=Path, nargs="+", help="print earlier runs' options.json, and exit"
+    )
     parser.add_argument("--no-check", action="store_true", help="omit the runs under --check")
     parser.add_argument("--gpus", type=int, default=Option.gpus, help="the number of GPUs; default: %(default)s")
-    parser.add_argument("--at-once", type=int, default=8, metavar="RUNS", help="default: %(default)s")
-    parser.add_argument("--iterations", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("megatron-options"), help="folder; default: %(default)s")
+    parser.add_argument(
+        "--at-once", type=int, default=8, metavar="RUNS", help="simultaneous runs; default: %(default)s"
+    )
+    parser.add_argument("--iterations", type=int, default=8, help="steps of a run; default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("megatron-options"), help="folder of logs; default: %(default)s"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds per run; default: %(default)s")
     options = parser.parse_args()
     if options.list or options.table:
@@ -256,13 +265,13 @@ def parse() -> argparse.Namespace:
 
 
 def is_good(recorded: Mapping[str, Any]) -> bool:
-    """Return whether nothing differs with te-graph-fixes, or nothing could be run."""
+    """Return whether nothing differs with te-graph-fixes, or the option cannot run without graphs."""
     _, fixed, check = outcomes(recorded)
     return fixed in ("0", "-") and (check == "-" or check.endswith(" equal"))
 
 
 def outcomes(recorded: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the cells of an option: TE's graphs, te-graph-fixes, and the check."""
+    """Return the results of an option as three table cells: TE's graphs, te-graph-fixes, and the check."""
     runs = {setting: Run(**run) for setting, run in recorded.items()}
     off = runs[OFF]
     if off.error or not off.figures:
@@ -279,7 +288,7 @@ def outcomes(recorded: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def against(run: Run, off: Run) -> str:
-    """Return how many figures differ from graphs off, or the error."""
+    """Return the number of losses and norms that differ from graphs off, or the error of the run."""
     if run.error:
         return f"raises {shortened(run.error)}"
     counts = count_differences(run, off).values()
@@ -296,7 +305,7 @@ def flags_of(name: str) -> str:
 
 
 def table(recordings: list[dict[str, Any]]) -> str:
-    """Return all results, by option and by version of TE, as Markdown."""
+    """Return a Markdown table of all results, ordered by option and then by recording."""
     rows = [
         [
             "option",

@@ -1,4 +1,4 @@
-"""Print norms of gradients, versions and peak memory from inside a rank of a training with Megatron."""
+"""Code for each rank of a training with Megatron: print norms of gradients, versions and peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Print the versions, and the peak memory at the end. A rank that is terminated prints its stack first."""
+    """Print the versions now and the peak memory at exit. If the rank is terminated, print its stack first."""
     import torch
 
     faulthandler.register(signal.SIGTERM, chain=True)
@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Install the function of apex that Megatron's embedding and output layers call for fused wgrads."""
+    """Install a replacement of apex's function that Megatron's embedding and output layers call for fused wgrads."""
     import torch
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def stand_in_for_apex() -> None:
 
 
 def watch(model: list[Any], optimizer: Any, steps: Collection[int]) -> None:
-    """Print the norms of `main_grad` before the optimizer's updates in these ``steps``, counted from 1."""
+    """Make ``optimizer.step`` print the norms of `main_grad` before the update in these ``steps``, counted from 1."""
     update: Callable[[], Any] = optimizer.step
     count = 0
 
@@ -62,7 +62,7 @@ def watch(model: list[Any], optimizer: Any, steps: Collection[int]) -> None:
 
 
 def print_norms(model: list[Any], step: int) -> None:
-    """Print the norms of all ranks on rank 0, as one line of JSON."""
+    """Gather the norms of `main_grad` of all ranks, and print them on rank 0 as one line of JSON."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -75,7 +75,7 @@ def print_norms(model: list[Any], step: int) -> None:
 
 
 def reduced_grads(model: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and reduced `main_grad` of each parameter on the first of its data-parallel ranks.
+    """Yield the name and the reduced `main_grad` of each parameter on the first of its data-parallel ranks.
 
     With Megatron's distributed optimizer, a rank has only a part of each reduced bucket, so the parts are gathered.
     """

@@ -1,4 +1,4 @@
-"""Run one training with several settings, and compare the figures that the runs print.
+"""Run one training with several settings, and compare the losses and norms that the runs print.
 
 `megatron_lm.py`, `megatron_bridge.py` and `megatron_options.py` share this module.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 OFF, ORIGINAL, FIXED = SETTINGS = ("graphs off", "TE's graphs", "with te-graph-fixes")
 CHECKED = {"TE's graphs, checked": ORIGINAL, "with te-graph-fixes, checked": FIXED}
-"""The settings under `te-graph-fixes run --check`, and the same settings without it."""
+"""The setting of each run under `te-graph-fixes run --check`, and the setting of the same run without the check."""
 WARMUP = 3
-"""The number of steps before the capture, by Megatron's default."""
+"""The number of steps before the capture, which is Megatron's default."""
 TIMED_OUT = 124
 FOLDER = "FOLDER"
 """A placeholder for the folder of a run in the arguments of its program."""
@@ -49,7 +49,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A program that prints Megatron's log lines, and the arguments that add the graphs."""
+    """A program that prints Megatron's log lines, its arguments, and the arguments that turn graphs on."""
 
     name: str
     program: Sequence[str]
@@ -59,10 +59,10 @@ class Training:
     working_folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     stages: Sequence[Sequence[str]] = ((),)
-    """The program runs once for each stage, with these arguments added."""
+    """The additional arguments of each stage. The program runs once for each stage."""
 
     def command(self, setting: str) -> list[str]:
-        """Return the command of a run."""
+        """Return the command of a run with the ``setting``."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         runner: list[str] = []
         if CHECKED.get(setting, setting) == FIXED or setting in CHECKED:
@@ -85,7 +85,7 @@ class Training:
         return self.folder_of(setting).with_suffix(".log")
 
     def start(self, setting: str) -> subprocess.Popen[bytes]:
-        """Start a run in a process group of its own."""
+        """Start a run with the ``setting`` in its own process group, and return its process."""
         self.folder_of(setting).mkdir(parents=True, exist_ok=True)
         fixes = "on" if CHECKED.get(setting, setting) == FIXED else "off"
         with open(self.log_of(setting), "wb") as log:
@@ -101,7 +101,7 @@ class Training:
 
 @dataclass
 class Run:
-    """The figures and messages in the log of one run."""
+    """The values and messages in the log of one run."""
 
     figures: dict[str, list[str]] = field(default_factory=dict)
     """The text of each printed value, by quantity."""
@@ -110,12 +110,12 @@ class Run:
     norms: dict[str, dict[str, float]] = field(default_factory=dict)
     """Norms of `main_grad`, by step and parameter."""
     check: list[str] = field(default_factory=list)
-    """The lines of `run --check`."""
+    """The lines that `run --check` printed."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, log: str, status: int) -> Run:
-        """Parse a log of Megatron-LM or Megatron-Bridge."""
+        """Return the run that a log of Megatron-LM or Megatron-Bridge describes. ``status`` is its exit status."""
         run = cls()
         for line in log.splitlines():
             if re.search(r"\biteration\s+\d+/", line):
@@ -141,7 +141,7 @@ class Run:
         return run
 
     def texts(self) -> dict[str, dict[str, str]]:
-        """Return the figures to compare, by quantity: losses and norms, but neither times nor counters."""
+        """Return the printed losses and norms by quantity, each as a dict of texts by step or parameter."""
         texts = {
             name: {str(i): text for i, text in enumerate(texts)}
             for name, texts in self.figures.items()
@@ -153,11 +153,11 @@ class Run:
         return texts
 
     def times(self) -> list[float]:
-        """Return the milliseconds of each step, from the third replayed step on."""
+        """Return the milliseconds of each step from the third replayed step on, or [] if the log has no times."""
         return [float(text) for text in self.figures.get("elapsed time per iteration (ms)", [])][WARMUP + 2 :]
 
     def means(self, step: str) -> dict[str, float]:
-        """Return the mean norm of `main_grad` for each kind of parameter."""
+        """Return the mean norm of `main_grad` in ``step`` for each kind of parameter, or {} if the log has no norms."""
         by_kind: dict[str, list[float]] = {}
         for name, norm in self.norms.get(step, {}).items():
             kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
@@ -166,9 +166,9 @@ class Run:
 
 
 def run_all(jobs: Iterable[tuple[Training, str]], at_once: int, timeout: float) -> dict[tuple[str, str], Run]:
-    """Run each training with its setting, `at_once` at a time; return the runs by name and setting.
+    """Run each training with its setting, `at_once` at a time, and return the finished runs by name and setting.
 
-    An interrupt ends the runs in progress. They are not returned.
+    After an interrupt, end the runs in progress, and return only the finished runs.
     """
     waiting = list(jobs)
     running: list[tuple[Training, str, subprocess.Popen[bytes], float]] = []
@@ -202,7 +202,7 @@ def run_all(jobs: Iterable[tuple[Training, str]], at_once: int, timeout: float) 
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """End a run if it is still running, and return its exit status.
+    """End a run if it is still running. Return its exit status, or `TIMED_OUT` if it had to be ended.
 
     The ranks are in process groups of their own. torchrun ends them within 30 seconds.
     """
@@ -241,14 +241,14 @@ def run_and_report(training: Training, options: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Add the arguments that `run_and_report` and a training read."""
+    """Add the command-line arguments that `run_and_report` reads. ``folder`` is the default of ``--out``."""
     parser.add_argument("--check", action="store_true", help="add two runs under `te-graph-fixes run --check`")
-    parser.add_argument("--gpus", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--iterations", type=int, default=14, help="default: %(default)s")
+    parser.add_argument("--gpus", type=int, default=2, help="the number of GPUs; default: %(default)s")
+    parser.add_argument("--iterations", type=int, default=14, help="steps of a run; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(folder), help="folder of logs; default: %(default)s")
-    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--title", default="", help="the title of the picture")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per run; default: %(default)s")
-    parser.add_argument("--at-once", action="store_true", help="start all runs at the same time, and print no times")
+    parser.add_argument("--at-once", action="store_true", help="run all settings at the same time, and print no times")
 
 
 def load(path: Path) -> dict[str, Run]:
@@ -256,7 +256,7 @@ def load(path: Path) -> dict[str, Run]:
 
 
 def count_differences(run: Run, reference: Run) -> dict[str, tuple[int, int]]:
-    """Return how many figures differ, and how many the reference has, by quantity."""
+    """Return, by quantity, how many values of ``run`` differ from the ``reference``, and how many the reference has."""
     found, wanted = run.texts(), reference.texts()
     different: dict[str, tuple[int, int]] = {}
     for name, values in wanted.items():
@@ -267,7 +267,7 @@ def count_differences(run: Run, reference: Run) -> dict[str, tuple[int, int]]:
 
 
 def differences(run: Run, reference: Run) -> str:
-    """Return a list of the quantities that differ; empty if all figures are equal."""
+    """Return a text with the quantities that differ, or an empty text if all values are equal."""
     parts = [
         f"{name} {count} of {total}" for name, (count, total) in count_differences(run, reference).items() if count
     ]
@@ -275,7 +275,7 @@ def differences(run: Run, reference: Run) -> str:
 
 
 def compare(runs: Mapping[str, Run], folder: Path) -> int:
-    """Print whether the runs agree; return the exit status."""
+    """Print whether the runs agree, and return the exit status of the program."""
     reference = runs[OFF]
     if reference.error or not reference.figures.get("lm loss"):
         print(f"cannot compare: the run without graphs {reference.error or 'printed no loss'} (logs: {folder})")
@@ -295,9 +295,9 @@ def compare(runs: Mapping[str, Run], folder: Path) -> int:
 
 
 def tensors_equal(run: Run) -> int:
-    """Return how many tensors the check compared, or 0 if it reports a mismatch or compared none.
+    """Return the number of tensors that the check compared, or 0 if it reports a mismatch.
 
-    Processes that a rank starts, such as writers of checkpoints, print results of their own with 0 steps.
+    Ignore results with 0 steps. Processes that a rank starts, such as writers of checkpoints, print them.
     """
     results = [line for line in run.check if re.match(r"fixes [^:]*: [1-9]\d* steps?, ", line)]
     if not all("all equal" in line for line in results):
@@ -306,7 +306,9 @@ def tensors_equal(run: Run) -> int:
 
 
 def figures_table(runs: Mapping[str, Run]) -> str:
-    """Return loss and gradient norm of each iteration as Markdown. Figures that differ from graphs off are bold."""
+    """Return a Markdown table of the loss and gradient norm of each step. Values that differ from graphs off are
+    bold.
+    """
     names = [name for name in ("lm loss", "grad norm") if any(name in run.figures for run in runs.values())]
     rows = [["iteration", *(f"{name}, {setting}" for name in names for setting in runs)]]
     for i in range(max(len(run.figures.get("lm loss", [])) for run in runs.values())):
@@ -319,7 +321,7 @@ def figures_table(runs: Mapping[str, Run]) -> str:
 
 
 def norms_table(runs: Mapping[str, Run]) -> str:
-    """Return the mean norm of `main_grad` by kind of parameter as Markdown."""
+    """Return a Markdown table of the mean norm of `main_grad` by kind of parameter."""
     rows = [["step", "parameters", *runs, "TE's graphs / graphs off"]]
     for step in runs[OFF].norms:
         means = {setting: run.means(step) for setting, run in runs.items()}
@@ -333,13 +335,13 @@ def norms_table(runs: Mapping[str, Run]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; the first row is its head."""
+    """Return a table in Markdown. The first row is the header."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def costs(runs: Mapping[str, Run], at_once: bool) -> str:
-    """Return the time of a step, unless runs shared the GPUs, and the peak memory of each run."""
+    """Return, for each run, a line with the peak memory and, unless runs shared the GPUs, the time of a step."""
     lines = []
     for setting, run in runs.items():
         times = run.times()
@@ -353,14 +355,14 @@ Panel = Callable[[Any], None]
 
 
 def panels(title: str, runs: Mapping[str, Run]) -> list[Panel]:
-    """Return the panels of one training."""
+    """Return the panels of the picture of one training."""
     if is_hybrid(runs):
         return [over_steps(title, "grad norm", runs), by_kind("by kind of parameter", runs)]
     return [over_steps(title, "grad norm", runs), over_steps("loss", "lm loss", runs)]
 
 
 def is_hybrid(runs: Mapping[str, Run]) -> bool:
-    """Return whether norms of Mamba layers are recorded with graphs off and with TE's graphs."""
+    """Return whether the runs with graphs off and with TE's graphs printed norms of Mamba layers."""
     return all("Mamba mixer" in runs[setting].means(str(WARMUP + 1)) for setting in (OFF, ORIGINAL))
 
 
@@ -372,7 +374,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def draw(png: Path, *panels: Panel) -> None:
-    """Draw the panels next to each other, if matplotlib is installed."""
+    """Draw the panels next to each other into a PNG file, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
