@@ -173,7 +173,7 @@ class _Activation:
         from .manifest import UNDO
 
         with contextlib.suppress(ImportError):  # `report` raises it again, unless the fixes are off
-            # Not under the lock: a child forked during an import waits for ever if it imports the same module.
+            # Not under the lock, because a child forked during an import waits forever if it imports the same module.
             from .decision import settings_conflict
 
         with self._lock:
@@ -337,7 +337,7 @@ def _captured_graphs() -> int:
 
 
 def _copies_of_graphs() -> tuple[str, ...]:
-    """Return the names of the imported modules that define `_COPIED`, except TE's own; () if there are none."""
+    """Return the names of the imported modules that define `_COPIED`, except TE's own, or () if there are none."""
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)

@@ -89,7 +89,7 @@ class Decision:
 
     @property
     def unusable_reason(self) -> str:
-        """The reason why no fix can be applied to this TE, whatever the settings; "" if there is none."""
+        """The reason why no fix can be applied to this TE, whatever the settings, or "" if there is none."""
         found = {(assessment.verdict, assessment.reason) for assessment in self.reading.assessments.values()}
         verdict, reason = found.pop()
         return reason if verdict == Verdict.UNRECOGNIZED and not found else ""

@@ -114,7 +114,9 @@ class Fix:
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected(self, version: str | None) -> Verdict | None:
-        """Return the verdict that a version implies, ``applicable`` or ``not-needed``; None for an invalid version."""
+        """Return the verdict that a version implies, ``applicable`` or ``not-needed``, or None for an invalid
+        version.
+        """
         if (found := parsed(version)) is None:
             return None
         has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)
@@ -131,7 +133,7 @@ class Fix:
 
     @property
     def merged(self) -> str | None:
-        """The first release with the upstream fix; None if there is none."""
+        """The first release with the upstream fix, or None if there is none."""
         return str(self._bounds["<"]) if "<" in self._bounds else None
 
     def assess(self, source: Source) -> Assessment:

@@ -27,7 +27,7 @@ _LOCAL_RANKS = (
 
 
 def rank() -> str | None:
-    """Return the rank of this process; None without a launcher."""
+    """Return the rank of this process, or None without a launcher."""
     return _first_set(_RANKS)
 
 

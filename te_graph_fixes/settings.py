@@ -94,7 +94,7 @@ def _split(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the fixes that the variable `SWITCH` selects, by a word or by their ids; None for all fixes."""
+    """Return the fixes that the variable `SWITCH` selects, by a word or by their ids, or None for all fixes."""
     word = environ.get(SWITCH, "").strip().lower()
     if word in ON or not word:
         return None
@@ -135,7 +135,7 @@ def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> fr
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a question that proposes known names similar to the unknown names; "" if no known name is similar."""
+    """Return a question that proposes known names similar to the unknown names, or "" if no known name is similar."""
     from difflib import get_close_matches
 
     names = list(known)

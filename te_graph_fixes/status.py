@@ -19,7 +19,7 @@ class _Word(str, Enum):
 
 
 class Verdict(_Word):
-    """The conclusion for a fix from the source of a TransformerEngine."""
+    """The conclusion about a fix that follows from the source of a TransformerEngine."""
 
     APPLICABLE = "applicable"
     """TransformerEngine has the bug, and the fix can be applied."""
@@ -115,7 +115,7 @@ class Report:
         ]
 
     def having(self, *statuses: str) -> dict[str, str]:
-        """Return the reason of each fix that has one of these statuses, by id; {} if none has."""
+        """Return the reason of each fix that has one of these statuses, by id, or {} if none has."""
         return {fix_id: fix.reason for fix_id, fix in self.fixes.items() if fix.status in statuses}
 
     def as_dict(self) -> dict[str, Any]:

@@ -173,9 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``, a part of the check. If ``work`` raises, leave the callable out and return
-        None.
-        """
+        """Return the result of ``work``, a part of the check. If it raises, leave the callable out and return None."""
         reference = self._reference
         if self._check.finished:
             return None

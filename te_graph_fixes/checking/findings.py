@@ -212,9 +212,8 @@ class Check:
         self._end_step()
         for reference in self.references:
             reference.own.clear()
-        waits = (
-            self._job[2] > 1 and threading.main_thread().is_alive()
-        )  # The job continues, so a thread waits for the ranks.
+        # If the job continues, a thread waits for the other ranks.
+        waits = self._job[2] > 1 and threading.main_thread().is_alive()
         report = threading.Thread(target=self._report).start if waits else self._report
         report()
         return self

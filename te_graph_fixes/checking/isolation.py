@@ -28,7 +28,7 @@ State = list[tuple[Callable[[Any], Any], Any]]
 
 
 class NotIsolatedError(Exception):
-    """The eager run would change the job. The message is the reason why the module is not checked."""
+    """The error if an eager run would change the job. Its message is the reason why the module is not checked."""
 
 
 class IsolatedParameters:
@@ -192,7 +192,7 @@ def _plain_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storages(tree: Any) -> set[int]:
-    """Return the addresses of the storages of all tensors in a tree; an empty set if it has no tensors."""
+    """Return the addresses of the storages of all tensors in a tree, or an empty set if it has no tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
 
 

@@ -176,7 +176,7 @@ class EagerReference:
         return {f"amaxes of {name}": part.amax_history[0].clone() for name, part in parts.items()}
 
     def scaling(self, of: str = "scaling") -> Values:
-        """Return the delayed-scaling objects of all modules, by a readable name; {} without delayed scaling."""
+        """Return the delayed-scaling objects of all modules, by a readable name, or {} without delayed scaling."""
         parts = {}
         for name, module in self.module.named_modules():
             for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
@@ -273,7 +273,7 @@ class EagerReference:
 
 
 def named_outputs(outputs: list[Any]) -> Values:
-    """Return the tensors among ``outputs`` by their positions, without autograd; {} if there is none."""
+    """Return the tensors among ``outputs`` by their positions, without autograd, or {} if there is none."""
     return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
 
 

@@ -103,7 +103,7 @@ def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None
 def undo(source: Source, force: bool = False) -> str:
     """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
-    Return a message for the user; "" if there is no manifest. If another TE was installed over the bake, its modules
+    Return a message for the user, or "" if there is no manifest. If another TE was installed over the bake, its modules
     stay. Raise `BakeError` if modules have changed since the bake, unless ``force`` discards these changes.
     """
     location, root = Path(source.location), Path(source.location).parent

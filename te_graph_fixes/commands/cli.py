@@ -63,7 +63,7 @@ def _note(message: object) -> None:
 
 
 def _print_result(text: str) -> None:
-    """Print on standard output. Ignore a full or closed output: the exit status contains the result."""
+    """Print ``text`` on standard output. Ignore a full or closed output, because the exit status shows the result."""
     try:
         if sys.stdout:
             print(text, flush=True)
@@ -197,7 +197,7 @@ def _bake_in_place(source: Source, where: str) -> str:
 
 
 def _import_problem() -> str:
-    """Import the installed TE, with every edited module, in a new process. Return the error; "" if there is none."""
+    """Import the installed TE, with every edited module, in a new process. Return the error, or "" after a success."""
     # Our own path lacks the current folder, which `python -c` would add.
     program = f"import sys; sys.path[:] = {sys.path!r}; import {PACKAGE}"
     command = [sys.executable, "-c", program]
@@ -343,6 +343,7 @@ _modes = _of_bake.add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
-_commands.add_parser("run", help="Start a program with the fixes active in it and in its children")  # see `__main__`
+# `__main__` starts this command.
+_commands.add_parser("run", help="Start a program with the fixes active in it and in its children")
 _add(_issue, _of_te)
 _add(_list, _as_json)

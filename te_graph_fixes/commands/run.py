@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_off():
         for part in unreached(command):
             _note(f"`{part}` drops the environment variables that activate the fixes. {_WITHOUT_RUN}")
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals. A program inherits that.
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would too.
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})

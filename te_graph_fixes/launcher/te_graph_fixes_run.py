@@ -41,7 +41,7 @@ class Activator:
                 return None
             if not isinstance(error, ImportError):
                 raise
-            # Not an ImportError: TE would assume that torch is missing, and continue without its layers.
+            # After an ImportError, TE would assume that torch is missing, and continue without its layers.
             raise RuntimeError(
                 f"te-graph-fixes run: {sys.executable} cannot import te_graph_fixes ({error}), so TransformerEngine "
                 "would run without the fixes. Install te-graph-fixes for this interpreter, or start it without "

@@ -18,7 +18,7 @@ Code = Mapping[str, Mapping[str, str]]
 
 
 def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
-    """Return the digests of the code that each change edits or adds; {} for a change without functions."""
+    """Return the digests of the code that each change edits or adds, or {} for a change without functions."""
     texts, code = patched(source, changes), dict[str, dict[str, str]]()
     added = {name: functions_of(compiled(name, after)) for name, (before, after) in texts.items() if not before}
     for owner, change in changes.items():

@@ -100,7 +100,8 @@ def runs(module: str, qualname: str, code: CodeType | None) -> bool:
 
 
 def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
-    """Return the object that a function's name refers to now, without its wrappers; None if there is no such object.
+    """Return the object that a function's name refers to now, without its wrappers, or None if there is no such
+    object.
 
     Follow `__wrapped__` to the first function with one of these ``codes``, or else to the innermost object.
     """
@@ -146,7 +147,7 @@ def compiled(name: str, text: str) -> CodeType:
 
 
 def functions_of(block: CodeType, owner: str = "") -> dict[str, CodeType]:
-    """Return the functions of a module and of its classes, by qualified name; {} if there are none."""
+    """Return the functions of a module and of its classes, by qualified name, or {} if there are none."""
     functions: dict[str, CodeType] = {}
     for code in (constant for constant in block.co_consts if isinstance(constant, CodeType)):
         is_class = not code.co_flags & inspect.CO_OPTIMIZED
@@ -289,5 +290,7 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of a function, class, module or loader itself, ignoring inherited ones; None if missing."""
+    """Return an attribute of a function, class, module or loader itself, ignoring inherited ones, or None if
+    missing.
+    """
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -153,7 +153,7 @@ class Hunk:
         return [Edit(definition.module.name, start, start, text)]
 
     def find(self, source: Source) -> Definition | None:
-        """Return the function or class of the hunk; None if it is missing and the notes allow this."""
+        """Return the function or class of the hunk, or None if it is missing and the notes allow this."""
         module = f"{PACKAGE}.{self.file.replace('/', '.')}"
         try:
             return source.module(module).definition(self.place)

@@ -76,7 +76,9 @@ class Side:
         return [node for node in self._statements if self.lines[first_line(node) - 1] in lines]
 
     def spot(self, edge: int, line: Line, indent: int) -> Spot | None:
-        """Return the start or end of the statement with this indent on a line; None if there is no such statement."""
+        """Return the start or end of the statement with this indent on a line, or None if there is no such
+        statement.
+        """
         for node in self._statements:
             number = first_line(node) if edge == START else node.end_lineno
             if node.col_offset == indent and self.lines[number - 1] == line and not (is_gap(node) and edge == END):
@@ -172,7 +174,7 @@ def _replace_expression(before: Any, new: Side, after: Any, added: list[Line]) -
 
 
 def _insert_items(before: Any, new: Side, after: Any) -> list[Replacement]:
-    """Return a replacement that adds items to a `with`, before the next item or at the end; [] for other changes."""
+    """Return a replacement that adds items to a `with`, before the next item or at the end, or [] for other changes."""
     if not (isinstance(before, ast.With) and isinstance(after, ast.With)):
         return []
     count, span = len(after.items) - len(before.items), new.module.span

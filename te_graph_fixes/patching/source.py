@@ -77,7 +77,10 @@ class Source:
 
     @classmethod
     def at(cls, folder: str | Path) -> Source:
-        """Return the TE in ``folder``: a site-packages folder, a checkout, or the package folder of TE."""
+        """Return the TE in ``folder``: a site-packages folder, a checkout, or the package folder of TE.
+
+        Raise `TENotFoundError` if the folder contains no TE.
+        """
         root = Path(os.path.abspath(folder))
         for package in (root, root / TE) if str(folder) else ():
             if package.name == TE and (package / "__init__.py").is_file():
@@ -102,7 +105,7 @@ class Source:
         return sorted(name for name, module in self._modules.items() if module)
 
     def forget_modules(self) -> None:
-        """Forget the modules read so far: their syntax trees slow down every later garbage collection."""
+        """Forget the modules read so far, because their syntax trees slow down every later garbage collection."""
         self._modules.clear()
 
     def _read(self, name: str) -> ModuleSource | None:

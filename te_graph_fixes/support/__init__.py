@@ -1,4 +1,4 @@
-"""Support modules, imported by the fixed source. They are added, as text, next to TransformerEngine's own modules."""
+"""Support modules, whose text the fixes add next to TransformerEngine's own modules. The fixed source imports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX = "_te_"
 
 
 def imported_modules(text: str) -> dict[str, str]:
-    """Return the texts, by full name, of the support modules that ``text`` imports, directly or indirectly.
+    """Return the source texts, by full name, of the support modules that ``text`` imports, directly or indirectly.
 
     A module comes after the modules that it imports. The result is {} if ``text`` imports none.
     """

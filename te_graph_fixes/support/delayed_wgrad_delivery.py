@@ -76,8 +76,9 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
     """Return a function that assigns the gradients of a captured wgrad graph after each replay.
 
-    The function does not own the memory of the gradients, so later captures may reuse it: the function reads them right
-    after the replay. The other modules in the graph must not reuse this memory, because they would write to it earlier.
+    The function does not own the memory of the gradients, so later captures may reuse this memory. This is safe,
+    because the function reads the gradients right after the replay. The other modules in the graph must not reuse this
+    memory, because they would write to it earlier.
     """
     return partial(assign_grads, [each._replace(grad=make_weak_ref(each.grad)) for each in grads])
 
@@ -110,5 +111,5 @@ def assign_grads(grads: Iterable[DelayedGrad]) -> None:
         if not is_bias or parameter.grad is None:
             parameter.grad = None  # frees its memory before the copy is allocated
             parameter.grad = grad.clone()
-        elif parameter.dim() > 1:  # TransformerEngine adds to the bias of experts, one tensor for all
+        elif parameter.dim() > 1:  # the biases of all experts are one tensor, to which TransformerEngine adds
             parameter.grad.add_(grad)

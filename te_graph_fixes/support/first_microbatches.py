@@ -1,9 +1,9 @@
 """Skip flags: tensors that make a graph quantize its FP8 weights (0.0) or reuse the cached weights (1.0).
 
-Megatron-Core marks modules. A marked module has the attribute ``is_first_microbatch``, set before a step. Its forward
-passes the mark to TransformerEngine (TE) and clears it. TE quantizes weights at the first microbatch and reuses them at
-the others. A replay runs no Python. So a graph without ``cache_quantized_params`` reads its own flags, which are filled
-from the marks before each replay.
+Before a step, Megatron-Core sets the attribute ``is_first_microbatch`` of modules, called their *mark* here, to True.
+The forward of a marked module passes the mark to TransformerEngine (TE) and sets it to False. TE quantizes weights at
+the first microbatch and reuses them at the others. Because a replay runs no Python, a graph without
+``cache_quantized_params`` reads flags of its own, which are filled from the marks before each replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 _thread = threading.local()
-"""``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward."""
+"""``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward.
+
+``as_first`` notes the calls with ``is_first_microbatch=True`` while this thread captures.
+"""
 
 
 MARK = "is_first_microbatch"
@@ -27,7 +30,7 @@ _MISSING = object()
 
 
 class SavedState:
-    """The cached FP8 weights of modules, and their marks (attributes of a module or class, properties, slots)."""
+    """The cached FP8 weights of modules, and their marks: attributes of a module or its class, properties, or slots."""
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
@@ -44,7 +47,7 @@ class SavedState:
             weights.update(before)
 
     def restore_marks(self) -> None:
-        """Restore each mark where it was. A module gets no attribute that would hide the mark of its class."""
+        """Restore each mark in its own object, so that no module gets an attribute that hides the mark of its class."""
         for owner, value in self._attributes:
             if vars(owner).get(MARK, _MISSING) is value:
                 continue
@@ -62,7 +65,7 @@ class SavedState:
 
 
 class FirstMicrobatches:
-    """The marks of all modules in one call of `make_graphed_callables`, and the marks passed in its warmup."""
+    """The marks of all modules in one call of `make_graphed_callables`, and the marks that its warmup passed to TE."""
 
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
@@ -82,8 +85,9 @@ class FirstMicrobatches:
     def restore(self) -> None:
         """Restore the marks that the warmup has cleared, and note which marks are plain attributes of a class.
 
-        If a module only reuses weights, also restore the weights that it cached before the warmup. If it had cached
-        none, its first replay quantizes the current weights, as an eager forward would.
+        If the warmup passed only False to a module outside of all marked modules, also restore the weights that the
+        module had cached before the warmup. If it had cached none, its first replay quantizes the current weights, as
+        an eager forward would.
         """
         self.marked_by_class = {
             module
@@ -103,7 +107,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
-        """While active, let the captured graph of ``function`` read its own flags. Each ``replay`` fills them."""
+        """While active, make the captured graph of ``function`` read its own flags, which ``replay`` fills."""
         owners = [module for module in _modules(function) if module in self.marks]
         flags = None
         if self._needs_flags and not self._caches_weights:
@@ -119,7 +123,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
-        """While active, let a recomputation reuse the weights of its forward.
+        """While active, make a recomputation reuse the weights of its forward.
 
         A call with ``is_first_microbatch=True`` reads the flags of the graph, which the forward has filled.
         """
@@ -130,7 +134,10 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:
-        """Hide TE's shared flag in ``state`` from a capture without cached weights. Yield a record of its calls."""
+        """Hide TE's shared flag in ``state`` from a capture without cached weights.
+
+        Yield a record of the calls with ``is_first_microbatch=True``.
+        """
         shared = state.skip_fp8_weight_update_tensor
         _thread.as_first = _AsFirst(self._owners, in_backward)
         if not self._caches_weights:
@@ -150,7 +157,7 @@ class FirstMicrobatches:
 
 
 class _AsFirst:
-    """The captured calls with ``is_first_microbatch=True``. A replay repeats them, whatever its marks are.
+    """The captured calls with ``is_first_microbatch=True``, which a replay repeats, whatever the marks are by then.
 
     Such a call overwrites ``main_grad``, and in delayed scaling it quantizes its weights with the newest scale.
     """
@@ -161,7 +168,7 @@ class _AsFirst:
         self._always: set[Any] = set()
 
     def note(self, module: Any, flag: Any) -> None:
-        """Note a call with ``is_first_microbatch=True``. Without a skip ``flag``, the call quantizes weights."""
+        """Note a call of ``module`` with ``is_first_microbatch=True``. Without a ``flag``, it quantizes weights."""
         owner = self._owners.get(module)
         if owner is None or not owner.is_first_microbatch:
             return
@@ -175,7 +182,7 @@ class _AsFirst:
         return bool(self._training or self._always)
 
     def check(self, _: Any) -> None:
-        """Raise RuntimeError if a replay is not of a first microbatch."""
+        """Raise RuntimeError if a replay would repeat these calls for a later microbatch."""
         owners = self._always | self._training if torch.is_grad_enabled() else self._always
         if not all(owner.is_first_microbatch for owner in owners):
             raise RuntimeError(
@@ -201,7 +208,7 @@ def _quantizes_weights(module: Any) -> bool:
 
 
 def _takes_marks(function: Any) -> bool:
-    """Return whether a callable takes ``is_first_microbatch`` as an argument, and quantizes weights."""
+    """Return whether ``function`` takes ``is_first_microbatch`` and contains a module that quantizes weights."""
     try:
         parameters = inspect.signature(getattr(function, "forward", function)).parameters
     except (TypeError, ValueError):
@@ -220,7 +227,7 @@ def _refuse_reuse(call: Any) -> None:
 
 
 class GraphFlags:
-    """The flags of one graph: one for each marked module, and a constant 0.0."""
+    """The flags of one graph: one for each marked module, and a constant 0.0 for modules without a mark."""
 
     def __init__(self, owners: list[Any], found: FirstMicrobatches) -> None:
         self._found = found
@@ -230,11 +237,12 @@ class GraphFlags:
         self._reuses: dict[Any, bool] = {}
 
     def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
-        """Return the flag for a module's weights; None if every call of the module has the same ``is_first``.
+        """Return the flag that a call of ``module`` reads, or None if the call does the same in each replay.
 
-        If a module is called with False each time, its graph reuses the weights of an earlier call. If a module without
-        a mark was called with True in the warmup, its graph quantizes the weights at each replay. If a module fuses
-        wgrads and its mark is still True, a flag would keep the graph from overwriting ``main_grad``.
+        A module that is called with False each time gets no flag, and its graph reuses the weights of an earlier call.
+        A module without a mark that the warmup also called with True gets the constant flag, so its graph quantizes the
+        weights at each replay. A module that fuses wgrads gets no flag while its mark is True, because a flag would
+        keep the graph from overwriting ``main_grad``.
         """
         if is_first is None:
             return None
@@ -250,7 +258,7 @@ class GraphFlags:
         return self._flags[owner]
 
     def fill(self, call: Any) -> None:
-        """Fill the flags for the next replay and clear the marks. Note whether the replay reuses all weights.
+        """Fill the flags for the next replay, clear the marks, and note whether the replay reuses all weights.
 
         A mark remains if it is an attribute of a class, or if the forward of its module does not clear it.
         """
@@ -268,7 +276,7 @@ class GraphFlags:
 
 
 def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
-    """Return the flag for a module called with ``is_first`` in a forward of this thread; None if it needs no flag."""
+    """Return the flag for a call of ``module`` in a forward that this thread runs, or None if the call needs none."""
     listener = getattr(_thread, "listener", None)
     as_first = getattr(_thread, "as_first", None)
     flag: torch.Tensor | None = None
@@ -288,7 +296,7 @@ def note_fill(flag: torch.Tensor, value: bool) -> None:
 def needs_fill(flag: torch.Tensor | None, value: bool) -> bool:
     """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
 
-    False if `note_fill` noted this value and no code has written the flag since.
+    The result is False if `note_fill` noted this value and no code has written the flag since.
     """
     filled = getattr(flag, "_te_filled", None)
     return flag is None or bool(filled != (value, flag._version))

@@ -54,7 +54,7 @@ class UsedState:
     """
 
     in_fp8: bool = False
-    """The autocast of the capture enables FP8."""
+    """True if the autocast of the capture enables FP8."""
     modules_in_fp8: dict[Any, bool] = field(default_factory=dict)
     """The attribute ``fp8`` of each module after the forward."""
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
@@ -66,20 +66,20 @@ class UsedState:
     in_autocast: list[Any] = field(default_factory=list)
     """The owners that use the recipe of the autocast of the capture."""
     has_first_module: bool = False
-    """A module in the autocast of the capture took the flag."""
+    """True if a module in the autocast of the capture took the flag."""
     has_own_backward: bool = False
-    """A module in an autocast inside the captured module took the flag."""
+    """True if a module in an autocast inside the captured module took the flag."""
     of_checkpoints: list[bool] = field(default_factory=list)
     """The flag at the start of each `te.checkpoint`. A recomputation restores it."""
     updates_scales: bool = False
-    """The end of an autocast inside the captured module updates scales, if the replay is outside of autocasts."""
+    """True if the end of an autocast inside the captured module updates scales in a replay outside of autocasts."""
     updated_inside: bool = False
-    """A state is used before and after the end of an autocast inside the captured module."""
+    """True if a state is used before and after the end of an autocast inside the captured module."""
     updated_in_backward: bool = False
-    """Eager training updates scales between two backwards of one module."""
+    """True if eager training updates scales between two backwards of one module."""
 
     def add_to(self, replay: Any) -> None:
-        """Add the work of an eager forward on this state to the replays of the graph."""
+        """Add steps to the replays of the graph that do the work of an eager forward on this state."""
         if self.updated_inside or self.updated_in_backward:
             replay.add("forward check", "refuse own autocasts", self.require_no_update_inside)
         if self.in_capture:
@@ -148,7 +148,8 @@ class UsedState:
 class _Queue(list[Any]):
     """A queue of values from captured forwards for their recomputations. ``taken`` counts the removed entries.
 
-    TE assumes that backwards run in the order of their forwards. Two graphs of the same module may run otherwise.
+    TE assumes that backwards run in the order of their forwards. The backwards of two graphs of the same module may run
+    in another order.
     """
 
     taken = 0
@@ -172,7 +173,7 @@ class _Queue(list[Any]):
 
 
 class Capture:
-    """The states of modules from the warmup to the last graph of one capture by TE.
+    """The FP8 states of modules, from the warmup to the last graph of one capture by TE.
 
     States are noted only while this object exists. TE's capture flag is not enough, because other packages, such as
     Megatron-Core, set it too.
@@ -224,7 +225,7 @@ class Capture:
             module.fp8 = in_fp8
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
-        """Note the owners of FP8 states, and delayed-scaling states. In the warmup, save the values of the latter."""
+        """Save the values of delayed-scaling states in the warmup. Note these states and all owners in the capture."""
         delayed = [fp8_meta for fp8_meta in fp8_metas if _is_delayed(fp8_meta)]
         if not torch.cuda.is_current_stream_capturing():
             for fp8_meta in delayed:
@@ -278,7 +279,7 @@ class Capture:
             self.used.has_own_backward = True
 
     def end(self, replays: Sequence[Any], is_training: bool) -> None:
-        """End the capture of all graphs, and add the work on their states to their replays.
+        """End the capture of all graphs, and add the steps for FP8 states to their replays.
 
         Raise RuntimeError if the graphs cannot compute the numbers of eager training.
         """
@@ -335,7 +336,7 @@ def current_capture() -> Capture | None:
 
 
 def _capture_of_forward() -> Capture | None:
-    """Return this thread's capture; None if nothing is captured, or in a backward, which may recompute a forward."""
+    """Return the capture of this thread, or None without one, or in a backward, which may recompute a forward."""
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 
@@ -386,8 +387,8 @@ def take_first_module() -> None:
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     """Return whether TE cannot save or restore a module's state in this capture.
 
-    TE saves and restores only the state of delayed scaling. ``saved`` are the saved states of an operation: TE cannot
-    restore a missing one (None). Return False outside of a capture.
+    TE saves and restores only the state of delayed scaling. ``saved`` are the saved states of an operation, with None
+    for a missing state, which TE cannot restore. Return False outside of a capture.
     """
     if not current_capture():
         return False
@@ -402,7 +403,9 @@ def _is_delayed(fp8_meta: dict[str, Any]) -> bool:
 
 
 def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
-    """Return the recipe of a state if it differs from the recipe of the autocast, as in attention; None otherwise."""
+    """Return the recipe of a state if it differs from the recipe of the autocast, as in attention, or None
+    otherwise.
+    """
     recipe = fp8_meta["recipe"]
     return recipe if fp8_meta.get("global_recipe", recipe) != recipe else None
 
@@ -413,7 +416,7 @@ def autocast_depth() -> int:
 
 
 def is_first_module() -> bool:
-    """Return the flag of the first FP8 module: whether no module of the current autocast has taken it."""
+    """Return the flag of the first FP8 module, which is True until a module of the current autocast takes it."""
     return getattr(_state(), _FIRST_MODULE)  # type: ignore[no-any-return]
 
 

@@ -50,8 +50,8 @@ class PrimaryWeights:
 class CachedWeights:
     """The quantized weights cached by the modules of a graph between microbatches.
 
-    All of them are updated, to the values of eager calls. The capture does not show which of them its forward uses,
-    because each module of TE looks up its own weights.
+    All cached weights are updated to the values of eager calls. The capture does not show which of them the forward
+    uses, because each module of TE looks up its own weights.
     """
 
     def __init__(self, replay: Any, module: Any) -> None:

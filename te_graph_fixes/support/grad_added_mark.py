@@ -1,4 +1,7 @@
-"""The mark that a backward sets on a weight with a fused wgrad: ``main_grad`` has the wgrad, ``.grad`` is a dummy."""
+"""The attribute ``grad_added_to_main_grad``, which a backward sets on a weight with a fused wgrad.
+
+The attribute means that ``main_grad`` contains the wgrad, and that ``.grad`` is a dummy.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Any
 
 @contextmanager
 def record_marks(replay: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """Make each replay of a captured backward mark the ``inputs`` that the backward marks in the capture.
+    """Make each replay of a captured backward set the attribute on those ``inputs`` on which the capture sets it.
 
-    Inputs that are already marked are unmarked during the backward, and marked again afterwards.
+    Inputs whose attribute is already True have False during the backward of the capture, and True again afterwards.
     """
     marked_before = _marked(inputs)
     for tensor in marked_before:

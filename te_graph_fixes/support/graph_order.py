@@ -32,16 +32,16 @@ class Entry:
 
 
 class Buffers:
-    """An assignment of numbers to buffers. Buffers in use at the same time have different numbers.
+    """An assignment of numbers to buffers, with as few numbers as possible for each signature.
 
-    There are as few numbers as possible for each signature.
+    Buffers with equal signatures that are in use at the same time have different numbers.
     """
 
     def __init__(self) -> None:
         self._last_reads: dict[Hashable, list[int]] = {}
 
     def take(self, signature: Hashable, start: int, last_read: int) -> int:
-        """Return a number that is free at ``start``, and reserve it until ``last_read``.
+        """Return a number that is free for ``signature`` at ``start``, and reserve it until ``last_read``.
 
         ``start`` must not decrease from call to call.
         """
@@ -58,7 +58,8 @@ class Plan:
     """The entries of a legal order, and their buffers.
 
     ``entries`` are the result of `parse`. ``layers`` is the number of layers of each chunk. ``delayed`` are the chunks
-    with wgrad entries, counted from 0. Raise ValueError if the order has wgrads and a chunk has several layers.
+    with wgrad entries, counted from 0. The constructor raises ValueError if the order has wgrads, unless each chunk has
+    exactly one layer.
     """
 
     def __init__(self, entries: Sequence[Entry], layers: Sequence[int]) -> None:
@@ -71,16 +72,16 @@ class Plan:
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:
-        """Return TE's index of ``layer`` at ``position``: TE sorts graphs and inputs by chunk, microbatch, layer."""
+        """Return TE's index of ``layer`` at ``position``. TE sorts graphs and inputs by chunk, microbatch and layer."""
         entry = self.entries[position]
         layers_before = sum(self.layers[: entry.chunk])
         return layers_before * self.microbatches + entry.microbatch * self.layers[entry.chunk] + layer
 
     def backward(self, position: int, needs_wgrad: Mapping[int, bool]) -> Iterator[tuple[int, bool]]:
-        """Yield the backward graphs to capture at ``position``, as (layer, whether it is the layer's wgrad).
+        """Yield the backward graphs to capture at ``position``, each as its layer and whether the graph is a wgrad.
 
-        ``needs_wgrad`` maps each `index` to whether its layer delays a wgrad. Raise RuntimeError if an entry names
-        a wgrad that is not delayed. A delayed wgrad without an entry follows its dgrad.
+        ``needs_wgrad`` maps each `index` to whether its layer delays a wgrad. Raise RuntimeError if the entry is a
+        wgrad, but its layer delays none. A delayed wgrad without an entry follows its dgrad.
         """
         entry = self.entries[position]
         for layer in reversed(range(self.layers[entry.chunk])):
@@ -114,9 +115,9 @@ class Plan:
         """Return the static args and kwargs of each forward, by `index`, for an order with wgrads.
 
         Microbatches in flight at the same time never share a tensor, even if the caller passed them the same tensor.
-        Constants are an exception (`find_constants`). With ``reuse``, as few sets of inputs as possible are used, and
-        lists are changed in place, as TE does, so that unused samples are freed. ``flatten`` and ``unflatten`` are
-        functions of torch's pytree.
+        Constants are an exception (`find_constants`). With ``reuse``, the forwards use as few sets of inputs as
+        possible, and sample arguments in a list are replaced in this list, as TE does, so that unused samples are
+        freed. ``flatten`` and ``unflatten`` are functions of torch's pytree.
         """
         args, kwargs = (
             given if reuse and isinstance(given, list) else list(given) for given in (sample_args, sample_kwargs)
@@ -147,11 +148,11 @@ class Plan:
 
 
 def find_constants(samples: Iterable[Sequence[Any]]) -> set[int]:
-    """Return the addresses of constants among the samples, such as Megatron-Core's rotary table; or an empty set.
+    """Return the addresses of constants in the ``samples``, such as Megatron-Core's rotary table, or an empty set.
 
-    A constant needs no gradient and occurs next to different tensors. In contrast, a caller that reuses the static
-    inputs of an earlier microbatch reuses all of them together. A constant is the static input of each of its samples,
-    because no data of another sample may be copied over it.
+    A constant needs no gradient and occurs in samples whose other tensors differ. In contrast, a caller that reuses the
+    static inputs of an earlier microbatch reuses all of them together. Each sample with a constant uses the constant
+    itself as its static input, because no data of another sample may be copied over it.
     """
     constants: set[int] = set()
     first_samples: dict[int, list[int]] = {}
@@ -194,9 +195,10 @@ def parse(order: Iterable[Any]) -> list[Entry]:
 
 
 def signatures(sample: Sequence[Any], constants: set[int]) -> list[Hashable]:
-    """Return, for each tensor of a sample, the properties of its static input; [] for an empty sample.
+    """Return the properties that the static input of each tensor in ``sample`` must have, or [] for an empty sample.
 
-    They include the first index of its address in the sample, and whether it is one of the ``constants``.
+    The properties include the first index of the tensor's address in the sample, and whether this address is one of the
+    ``constants``.
     """
     addresses = [tensor.data_ptr() for tensor in sample]
     return [
@@ -223,8 +225,8 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
     a forward each, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The
     gradient of its first layer is sent to the previous stage, and Megatron-Core waits for this send after the next step
-    (docs/maintainers/schedules.md of te-graph-fixes). The gradient of another layer has its last reader in the dgrad of
-    the layer below.
+    (docs/maintainers/schedules.md of te-graph-fixes). The gradient of any other layer is last read by the dgrad of the
+    layer below.
     """
     plan = Plan(parse(order), layers_per_chunk)
     entries = plan.entries
@@ -249,11 +251,11 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
 
 
 def _model_chunks(plan: Plan) -> list[int]:
-    """Return the number of each chunk's model chunk.
+    """Return, for each chunk, the number of the model chunk that contains it.
 
     If each chunk is one layer, the order does not name the model chunks. A model chunk is then a sequence of chunks
     that all microbatches run without a gap. Megatron-Core runs a model chunk for several microbatches before the next
-    one, so two model chunks never form such a sequence.
+    model chunk, so two model chunks never form such a sequence.
     """
     chunks = len(plan.layers)
     if set(plan.layers) != {1}:
@@ -286,7 +288,10 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and after the forwards that continue the last model chunk before it."""
+    """Return the position after ``dgrad`` and after the forwards that follow it and continue a model chunk.
+
+    The last forward before ``dgrad`` belongs to this model chunk.
+    """
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)
     for position, entry in enumerate(entries[end:], end):

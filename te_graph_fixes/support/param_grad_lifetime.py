@@ -11,8 +11,8 @@ from torch import Tensor
 class ReturnedGrads:
     """A function that returns the static buffers ``grads`` of a replayed backward, or copies if ``copied`` is true.
 
-    One kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes into one block
-    of memory. So each copy has the same alignment in this block as in memory of its own.
+    For each dtype, one kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes
+    into one block of memory. Due to these sizes, each copy is aligned in this block as in memory of its own.
     """
 
     ALIGNMENT = 256

@@ -1,4 +1,4 @@
-"""Updates of FP8 scales that are omitted in warmup and capture, because the replays do them."""
+"""Updates of FP8 scales that are omitted in warmup and capture, because the replays perform them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScaleUpdates:
         self._stream = torch.cuda.current_stream()
 
     def leave_to_replays(self, kind: str) -> bool:
-        """Note an update of the capture, and return True. Return False for updates by other threads of the program."""
+        """Note an update of the capture, and return True. Return False for an update by another thread."""
         is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
         if is_of_capture:
             self.kinds.add(kind)
@@ -55,7 +55,7 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
 
 
 class _Steps:
-    """The steps of a backward with a recomputation. ``first_modules``: the flags at its checkpoints.
+    """The steps of a backward with a recomputation. ``first_modules`` are the flags at its checkpoints.
 
     A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
     microbatches, the end of this inner autocast updates no scales, and its start does not set the flag of the first FP8

@@ -1,4 +1,4 @@
-"""The steps of a replay, their order, and the objects with the facts about its capture.
+"""The steps of a replay, their order, and the objects that contain the facts about its capture.
 
 A *callable* here is a graphed module or function, for one microbatch only. Its `Replay` has the record of its capture,
 and the steps that fixes have added. TE's forward, backward and `backward_dw` run these steps in phases:
@@ -17,15 +17,15 @@ wgrad prepare     before the replay of the wgrad                                
 wgrad deliver     after the replay of the wgrad, before TE runs hooks of gradients    none
 ================  ==================================================================  ==============================
 
-Among the steps, only a check may refuse a replay. A check raises an error and writes only to its call, so a refused
-replay changes no other state. A step that prepares a replay may borrow state. The step then returns a function that
-restores the state. This function is called before the steps that deliver, even if TE's replay fails. The other changes
-of the step remain.
+Only a check may refuse a replay, by raising an error. A check writes only to its call, so a refused replay changes no
+other state. A step of a ``prepare`` phase may borrow state, which means that it changes the state only for the replay
+and returns a function that restores it. This function is called before the ``deliver`` phase, even if TE's replay
+fails. Other changes by the step remain.
 
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
-The capture of a callable collects these facts, which no replay changes. `Replay.reset` drops the FP8 state, the record
-and all steps, and with the steps the objects whose methods they are:
+`Replay.reset` drops the FP8 state, the record and all steps, and thereby the objects whose methods are steps. The
+capture of a callable collects these facts, which no replay changes:
 
 ======================================================  ===================================  =======================
 fact                                                    object                               module
@@ -37,14 +37,14 @@ outputs without gradients                               `mark_outputs`          
 tensors of recipe states                                `RecipeStates`                       state_after_evaluation
 first microbatches, and the skip flags of modules       `FirstMicrobatches`, `GraphFlags`    first_microbatches
 cached FP8 weights, and transposes                      `CachedWeights`, `PrimaryWeights`    fp8_weights
-generators of random numbers                            `Generators`                         rng_states_at_replay
+random number generators                                `Generators`                         rng_states_at_replay
 updates of scales in a recomputation                    `ScaleUpdates`                       recompute_in_graphs
 weights that the backward marks                         `record_marks`                       grad_added_mark
 gradients of delayed wgrads                             `DelayedGrad`                        delayed_wgrad_delivery
 ======================================================  ===================================  =======================
 
-The `Replay` itself has the facts that several modules read. Each other fact is in the object whose methods are the
-steps that read it.
+The facts that several modules read are attributes of the `Replay`. Each other fact is in the object whose methods are
+the steps that read it.
 
 Replays change other objects: a `Call` for each replay, `Preconditions` for each callable, and a `MemoryPool` for all
 callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
@@ -109,24 +109,25 @@ ORDER: dict[str, tuple[str, ...]] = {
     "wgrad prepare": ("lend generators",),
     "wgrad deliver": ("note replay", "assign gradients"),
 }
-"""The steps of each phase. A disabled fix adds none, and neither does a fix that has nothing to do for a callable.
+"""The steps of each phase, in the order in which they run.
 
-The comments name each order that is necessary. Swapping other steps changes at most which check raises first.
+A disabled fix adds no step, and neither does a fix that has nothing to do for a callable. A comment gives the reason
+for each order that is necessary. Swapping other steps changes at most which check raises first.
 """
 
 
 class Call:
-    """One replay of a forward. Its backward finds it in ``ctx.call``."""
+    """One replay of a forward. The backward of this forward finds the call in ``ctx.call``."""
 
-    resumed: Sequence[Any] = ()  # pairs of a module and its recipe states in the graph, which become its states
+    resumed: Sequence[Any] = ()  # pairs of a module and the graph's recipe states, which become the module's states
     copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
-    was_first_module = False  # True if no module of the autocast took the flag of the first FP8 module earlier
+    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module before
     updates_backward = False  # True if a step of its backward, instead of TE, updates the scales of all backwards
     in_backward = False  # True if the forward was run in a backward
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint
     in_checkpoint = False  # True if the forward was run in a checkpoint
     copies_outputs = False  # True if the outputs are returned as copies
-    time = 0  # when the replay ran, as the memory pool counts
+    time = 0  # the time of the replay in its memory pool
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Call:
         register_states: Callable[[], None] | None,
     ) -> None:
         self.skip_update = skip_update  # True if a graph that caches FP8 weights reuses them, None if it caches none
-        self.reuses_weights = skip_update  # a step replaces it by the graph's own flags, if there are any
+        self.reuses_weights = skip_update  # a step replaces this value if the graph has flags of its own
         self.inputs = inputs  # the leaves of the user's arguments, dropped after the replay
         self.specs = specs  # the structures of the arguments
         self.keywords = keywords  # all keyword arguments, dropped after the replay
@@ -148,9 +149,9 @@ class Call:
 class Replay:
     """The facts about one callable that several modules read, and the steps of its replays.
 
-    ``name`` is its name in errors. ``fp8_state`` is the FP8 state that its forward uses (`fp8-state-at-replay`).
-    ``record`` contains the facts that the checks of `replay-contract` need, and ``observed`` collects them during the
-    capture. Facts that only one fix reads are in the objects that add its steps.
+    ``name`` is the callable's name in errors. ``fp8_state`` is the FP8 state that its forward uses
+    (`fp8-state-at-replay`). ``record`` contains the facts that the checks of `replay-contract` need, and ``observed``
+    collects them during the capture. Facts that only one fix reads are in the object that adds the steps of this fix.
     """
 
     name = "This graphed callable"
@@ -164,7 +165,7 @@ class Replay:
         self.add("forward prepare", "register states of TE", _register)
 
     def add(self, phase: str, name: str, step: Callable[..., Any]) -> None:
-        """Add the step called ``name`` in `ORDER`."""
+        """Add ``step`` to ``phase``, at the place that ``name`` has in `ORDER`."""
         rank, ranks = ORDER[phase].index(name), self._ranks[phase]
         self._steps[phase].insert(bisect(ranks, rank), step)
         insort(ranks, rank)
@@ -182,7 +183,7 @@ class Replay:
                 return_state()
 
     def check(self, **facts: Any) -> Call:
-        """Return the call of a forward, with the arguments of `Call`, unless a check refuses it."""
+        """Return the `Call` of a forward, created from ``facts``. The checks raise an error if it must not run."""
         call = Call(**facts)
         for step in self._steps["forward check"]:
             step(call)
@@ -229,7 +230,7 @@ class Replay:
             step()
 
     def reset(self) -> None:
-        """Drop the record and all steps, before TE resets the graphs. Later replays are refused."""
+        """Drop the FP8 state, the record and all steps before TE resets the graphs. Later replays raise an error."""
         self.fp8_state = self.record = None
         self._steps = {phase: [self._refuse] if phase.endswith("check") else [] for phase in ORDER}
 
@@ -243,12 +244,12 @@ def _register(call: Call) -> None:
 
 
 class Replays(list[Replay]):
-    """The `Replay` of each callable in one capture, by its index in TE's lists of ``graphs``."""
+    """The `Replay` of each callable in one capture, at the callable's index in TE's lists of ``graphs``."""
 
     def __init__(self, *graphs: Sequence[Any]) -> None:
         super().__init__(Replay() for _ in graphs[0])
         self._graphs = graphs
 
     def of(self, graph: Any) -> Replay:
-        """Return the replay of a callable, by its forward, dgrad or wgrad graph."""
+        """Return the `Replay` of the callable whose forward, dgrad or wgrad graph is ``graph``."""
         return next(self[graphs.index(graph)] for graphs in self._graphs if graph in graphs)

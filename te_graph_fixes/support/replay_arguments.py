@@ -20,7 +20,8 @@ _CALL = torch.nn.Module.__call__
 def _of(leaf: Any) -> tuple[Any, ...]:
     """Return the properties of a tensor that a graph fixes: shape, ``requires_grad`` and dtype.
 
-    The class of a quantized tensor stands for its dtype. An argument that is no tensor has None, False and None.
+    The class of a quantized tensor stands for its dtype. For an argument that is not a tensor, return None, False and
+    None.
     """
     if not isinstance(leaf, torch.Tensor):
         return None, False, None
@@ -28,12 +29,14 @@ def _of(leaf: Any) -> tuple[Any, ...]:
 
 
 def _columns(properties: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return the shapes of all arguments, then each ``requires_grad``, then the dtypes."""
+    """Return the shapes, the values of ``requires_grad`` and the dtypes of all arguments, each as a tuple."""
     return [*zip(*properties, strict=True)] or [(), (), ()]
 
 
 class SampleArguments:
-    """The sample arguments of one graph: positional arguments, then the ``keywords``, in this order."""
+    """The sample arguments of one graph: the positional arguments, then the keyword arguments in the order of
+    ``keywords``.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,9 @@ class SampleArguments:
     def check(self, call: Any) -> None:
         """Raise `TypeError` or `ValueError` if the arguments of a replay differ from the sample arguments.
 
-        The replay casts tensors of another dtype, with one warning for each combination (none in `torch.autocast`).
+        A tensor of another dtype raises only if it is quantized and the recipe is delayed scaling. Otherwise, the
+        replay casts it. Outside of `torch.autocast`, a cast between other dtypes causes one warning for each
+        combination of dtypes.
         """
         if (given := [*map(_of, call.inputs)]) != self._samples:
             self._compare(given, call)
@@ -113,7 +118,7 @@ class SampleArguments:
     def _broadcasts(
         self, shapes: Sequence[Any], grads: Sequence[bool], sample_shapes: Sequence[Any], call: Any
     ) -> bool:
-        """Return whether the module computes the same from tensors that the replay broadcasts to the sample shapes."""
+        """Return whether the module computes the same values if its inputs are broadcast to the sample shapes."""
         if len(shapes) != len(sample_shapes):
             return False
         takes_grads = self._is_training and torch.is_grad_enabled()
@@ -140,9 +145,9 @@ class SampleArguments:
     def _require_plain(self, key: str, value: Any) -> None:
         """Raise ValueError for an ignored keyword argument that is or holds a tensor.
 
-        Megatron captures layers without attention from their hidden states alone, but passes its attention mask to
-        them. These layers have a `__call__` of their own, so the capture ran another function than `forward`. For them,
-        a tensor only causes a warning.
+        For a module with a `__call__` of its own that was captured without keywords, a tensor only causes a warning.
+        Megatron's layers have such a `__call__`, so the capture ran another function than `forward`. Megatron captures
+        layers without attention with only their hidden states, but then passes its attention mask to them.
         """
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
         own_call = isinstance(self._function, torch.nn.Module) and type(self._function).__call__ is not _CALL

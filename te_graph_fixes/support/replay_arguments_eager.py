@@ -19,14 +19,14 @@ Specs = tuple[Any, Any]
 
 
 class EagerModule:
-    """Runs the eager forward of a captured module without a change to the module, its FP8 state or random states."""
+    """The eager forward of a captured module. Each run restores the module, its FP8 state and the random states."""
 
     def __init__(self, module: torch.nn.Module, keywords: Sequence[str]) -> None:
         self._modules, self._forward, self._keywords = [*module.modules()], module.forward, keywords
         self.answers: dict[Any, bool] = {}
 
     def broadcasts(self, leaves: Sequence[Any], specs: Specs, shapes: Sequence[Any]) -> bool:
-        """Return whether the outputs stay equal if the tensors are expanded to ``shapes``. False if a forward fails."""
+        """Return whether outputs stay equal if ``leaves`` are expanded to ``shapes``, or False if a forward fails."""
 
         def answer() -> bool:
             full = [leaf if shape is None else leaf.expand(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -37,7 +37,7 @@ class EagerModule:
         return self._ask(tuple(getattr(leaf, "shape", None) for leaf in leaves), answer, if_unknown=False)
 
     def uses(self, leaves: Sequence[Any], specs: Specs, asked: tuple[bool, ...]) -> bool:
-        """Return whether a gradient flows to a leaf for which ``asked`` is true. True if the forward fails."""
+        """Return whether a gradient flows to a leaf for which ``asked`` is true, or True if the forward fails."""
 
         def answer() -> bool:
             inputs = [
@@ -71,7 +71,7 @@ class EagerModule:
         """Run the forward without FP8, and return the outputs in a flat list."""
         count = specs[0].num_leaves
         args, values = tree_unflatten([*leaves[:count]], specs[0]), tree_unflatten([*leaves[count:]], specs[1])
-        # These hooks hide the run from a checkpoint around it.
+        # These hooks hide the run from a surrounding checkpoint.
         unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with self._restored(), autocast(enabled=False), unchanged:
             outputs = self._forward(*args, **dict(zip(self._keywords, values, strict=True)))

@@ -12,7 +12,8 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
     """Raise ValueError for a training graph with quantized outputs, because TE would quantize their gradients too.
 
-    A quantized output without a gradient raises only if TE ``reuses_buffers``, because TE then loses its scale.
+    A quantized output without a gradient raises only if TE ``reuses_buffers``, because TE then loses the output's
+    scale.
     """
     if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
         raise ValueError(

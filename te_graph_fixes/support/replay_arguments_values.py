@@ -1,4 +1,4 @@
-"""Compare values that are no tensors, and decide whether an ignored keyword argument matters."""
+"""Compare arguments that are not tensors, and decide whether a graph may ignore a keyword argument."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.nn.Module, torch
 
 
 class SampleValue:
-    """A sample argument that is no tensor, with the attributes that it had in the capture."""
+    """A sample argument that is not a tensor, with the attributes that it had in the capture."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self._fields = {} if isinstance(value, _PLAIN) else fields_of(value)
 
     def is_value_of(self, other: Any) -> bool:
-        """Return whether ``other`` has the value of the capture. Tensors in attributes must be the same objects."""
+        """Return whether ``other`` equals the value of the capture. Tensors in attributes must be the same objects."""
         if other is self.value or (self._fields and type(other) is type(self.value)):
             fields = fields_of(other) if self._fields else {}
             return fields.keys() == self._fields.keys() and all(
@@ -39,7 +39,10 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def holds_tensors(value: Any, is_field: bool = False) -> bool:
-    """Return whether a value is a tensor, or a container or an object that holds one."""
+    """Return whether a value is a tensor, or a container or an object that holds a tensor.
+
+    If the value ``is_field``, an attribute of an object, its own attributes are not searched.
+    """
     if isinstance(value, _PLAIN):
         return False
     if isinstance(value, torch.Tensor):
@@ -52,7 +55,7 @@ def holds_tensors(value: Any, is_field: bool = False) -> bool:
 
 
 def structure(value: Any) -> Any:
-    """Return the nesting of arguments in lists, with None for each tensor. ``value`` has None for them already.
+    """Return the nesting of arguments as lists. In ``value`` and in the result, None stands for each tensor.
 
     Structures are equal if a callable finds the same tensors at the same indexes and keys.
     """
@@ -66,8 +69,8 @@ def structure(value: Any) -> Any:
 def read_keywords(function: Any) -> Callable[[str], bool]:
     """Return a function that maps the name of a keyword argument to whether ``function`` may read this argument.
 
-    A forward reads only the parameters that its instructions load, and a Mamba layer, for example, never loads its
-    mask. A forward that is not a Python function, or that calls `locals` or the like, may read every argument.
+    A forward reads only the parameters that its bytecode loads. For example, a Mamba layer never loads its mask. A
+    forward that is not a Python function, or that calls `locals` or the like, may read every argument.
     """
     own = getattr(function, "__dict__", {}).get("forward", getattr(type(function), "forward", function))
     code = getattr(inspect.unwrap(own) if callable(own) else None, "__code__", None)

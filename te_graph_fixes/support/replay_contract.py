@@ -19,7 +19,7 @@ no code can determine which of these tensors the operations will still read. Two
 After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. The rules
 therefore concern only tensors that were returned earlier.
 
-A forward replay is one of these:
+A replay of a forward is of one of these kinds:
 
 =====================================  =======================================  ============  ============
 forward                                detected by                              may be rerun  copy outputs
@@ -55,9 +55,9 @@ _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 
 
 class Preconditions:
-    """The checks of one callable and microbatch, by its `Record`.
+    """The checks of one callable and microbatch, based on its `Record`.
 
-    The attributes change at replays. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
+    Replays change the attributes. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
     ``_recomputed`` are the times of recomputations after the last backward. If equal inputs lead to equal outputs,
     ``_inputs`` and ``_versions`` are the inputs of the last forward and the versions of all tensors that it read, and
     ``_since`` is the time of the first replay with these values. ``_inputs`` is None after a backward, because
@@ -82,7 +82,7 @@ class Preconditions:
         replay.add("wgrad deliver", "note replay", self.note_wgrad)
 
     def check_forward(self, call: Any) -> None:
-        """Raise RuntimeError if the result of the forward would differ from the eager module."""
+        """Raise RuntimeError if the replay would not compute the forward of the eager module."""
         record = self._record
         takes_grads = call.takes_grads
         for slots in record.tensors.of_forward:
@@ -107,14 +107,14 @@ class Preconditions:
         call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
 
     def note_forward(self, ctx: Any, outputs: Any) -> Any:
-        """Note the replay of the forward, and return ``outputs``. The table above lists the kinds of forwards."""
+        """Note the replay of the forward, and return ``outputs``. The file's docstring lists the kinds of forwards."""
         call, record, pool = ctx.call, self._record, self._record.pool
         in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
             # A recomputation for a backward writes the values of an earlier forward again.
             self._inputs, self._since = None, NEVER
         elif self._inputs is None or not self._repeats_last_forward(self._inputs, plain_tensors(call.inputs)):
-            # autograd then raises an error if an eager operation still needs the old values.
+            # The new version makes autograd raise an error if an eager operation still needs the old values.
             for output in record.written:
                 torch.autograd.graph.increment_version(output)
             self._inputs, self._since = None, NEVER
@@ -133,14 +133,17 @@ class Preconditions:
         return outputs
 
     def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Note the inputs of a replay, and the versions of all that it reads. An inference tensor has no version."""
+        """Note the inputs of a replay and the versions of all tensors that it reads.
+
+        Note nothing if an input is an inference tensor, because such a tensor has no version.
+        """
         if not any(map(torch.Tensor.is_inference, inputs)):
             self._inputs = [*map(weakref.ref, inputs)]
             self._versions = [*map(_version, (*inputs, *self._record.watched))]
             self._since = self._record.pool.now + 1
 
     def _repeats_last_forward(self, last: Sequence[weakref.ref[Any]], inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether this replay computes the same values as the last forward, so that nothing is lost."""
+        """Return whether this replay computes the same values as the last forward, whose inputs were ``last``."""
         return (
             len(inputs) == len(last)
             and all(ref() is value for ref, value in zip(last, inputs, strict=True))
@@ -197,7 +200,7 @@ class Preconditions:
             )
 
     def check_backward(self, ctx: Any) -> None:
-        """Raise RuntimeError if the data of the forward, at the time of ``ctx.call``, is lost."""
+        """Raise RuntimeError if the backward would be wrong, for example because the data of its forward is lost."""
         record, pool, call = self._record, self._record.pool, ctx.call
         since = call.time
         if record.fused and not all(compress(ctx.needs_input_grad[-len(record.fused) :], record.fused)):
@@ -233,7 +236,7 @@ class Preconditions:
         return gradients
 
     def check_wgrad(self) -> None:
-        """Raise RuntimeError if no dgrad preceded the wgrad, or its data was overwritten."""
+        """Raise RuntimeError if no dgrad preceded the wgrad, or if the data of the dgrad was overwritten."""
         record, since = self._record, self._dgrad_time
         if not since:
             raise RuntimeError(

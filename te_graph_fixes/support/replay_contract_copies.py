@@ -19,7 +19,7 @@ def with_own_inputs(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return the sample arguments of a capture. Inputs that share a tensor with a gradient get copies of it.
+    """Return the sample arguments of a capture. Inputs that share a tensor that needs a gradient get copies of it.
 
     The first input keeps the tensor. If inputs ``are_handed_on`` between callables, only inputs of the same callable
     get copies. A tensor without a gradient, such as a mask, stays shared, because it has the same values for all
@@ -43,8 +43,8 @@ def with_own_inputs(
 def drop_graph_from_copies(module: torch.nn.Module, graphed_forward: Callable[..., Any]) -> None:
     """Omit the graph from later copies of ``module``, because the graph reads the parameters of the original.
 
-    A copy has the attributes that the module had before its first capture, such as a ``forward`` of its own.
-    `copy` and `pickle` call the methods set here on the module. The ``__deepcopy__`` of a class is still called.
+    A copy has the attributes that the module had before its first capture, such as a ``forward`` of its own. `copy` and
+    `pickle` call the methods that this function sets on the module. The ``__deepcopy__`` of a class is still called.
     """
     kind: Any = type(module)
     attributes = vars(module)

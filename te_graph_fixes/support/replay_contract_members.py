@@ -12,13 +12,13 @@ import torch
 from torch.nn.utils import _named_member_accessor
 
 QUANTIZED = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
-"""The tensors of FP8 parameters, except their transposes: these may be recomputed."""
+"""The tensors of FP8 parameters, except their transposes, which may be recomputed."""
 FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""The module attributes with which a backward adds wgrads to the ``main_grad`` of weights."""
+"""The module attributes that make a backward add wgrads to the ``main_grad`` of weights."""
 
 LOOKUP = torch.nn.Module.__getattr__.__code__
 _ACCESSOR = _named_member_accessor.__file__
-"""The file of `torch.func.functional_call` that exchanges parameters for the time of a call."""
+"""The file of torch that exchanges parameters for the time of a call of `torch.func.functional_call`."""
 _SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -26,7 +26,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 class UsedMembers:
     """The members of modules that a captured forward used, as a profiler sees them.
 
-    A lookup is ``module.name`` for any name that is no plain attribute, even if the lookup fails. ``whole`` are
+    A lookup is ``module.name`` for any name that is not a plain attribute, even if the lookup fails. ``whole`` are
     modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
     ``note_forward`` is called for each module that runs.
     """
@@ -38,7 +38,7 @@ class UsedMembers:
         self._note_forward = note_forward
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note the call of a Python function."""
+        """Note a call of a Python function that looks up a member, reads all members of a module, or runs a module."""
         code = frame.f_code
         if event != "call" or not code.co_argcount:
             return
@@ -66,9 +66,10 @@ class UsedMembers:
                 self.whole.add(module)
 
     def include(self, module: torch.nn.Module, name: str) -> bool:
-        """Return whether the forward used a parameter, or may have.
+        """Return whether the forward used, or may have used, the parameter ``name`` of ``module``.
 
-        Under `torch.func.functional_call`, a lookup finds another parameter than the module has after the call.
+        Under `torch.func.functional_call`, a lookup finds another parameter than the module has after the call. The
+        module's own parameter was then not used.
         """
         found = self.lookups.get((module, name))
         return module in self.whole if found is None else found == id(module._parameters.get(name))
@@ -98,7 +99,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 class CallableTensors:
-    """The members of a callable that its graphs use, and the tensors that they read, or add to (``fused``).
+    """The members of a callable that its graphs use, and the tensors that the graphs read, or add to (``fused``).
 
     The members must be the same objects as at the capture. Other members may be added, replaced or removed, because
     neither the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the
@@ -207,8 +208,8 @@ def _has_address(owner: Any, name: str) -> bool:
 def _is_fused(weight: torch.Tensor, grad: torch.Tensor | None, may_fuse: set[torch.Tensor]) -> bool:
     """Return whether the backward added the wgrad of ``weight`` to its ``main_grad``.
 
-    The dgrad then returned a dummy and marked the weight, or returned no ``grad``. Without a ``grad``, only the module
-    tells a fused wgrad from a delayed one: ``may_fuse`` are the weights of modules that fuse.
+    In this case, the dgrad returned a dummy and set ``grad_added_to_main_grad``, or it returned no ``grad``. Without a
+    ``grad``, the wgrad was delayed unless the module fuses wgrads. ``may_fuse`` are the weights of modules that fuse.
     """
     is_marked = bool(getattr(weight, "grad_added_to_main_grad", False))
     return _has_address(weight, "main_grad") and (is_marked or (grad is None and weight in may_fuse))

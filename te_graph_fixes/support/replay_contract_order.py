@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 RELEASED = -1
-"""The position of all released graphs, before all others."""
+"""The position of all released graphs, before all other positions."""
 NEVER = sys.maxsize
 """A position or time after all others."""
 
@@ -25,9 +25,9 @@ class MemoryPool:
 
     Positions are 1 to ``count``. ``position`` is the position of the last replay. In the current run of replays, which
     began at the time ``run_began``, positions have only increased. A time is a number of replays, and ``now`` is the
-    current time. ``records`` maps the position of each forward to its `Record`. ``may_recompute``: in this run of
-    replays, a checkpoint has run a forward and may run it again. Gradients, and the outputs of forwards outside of
-    checkpoints, are then returned as copies.
+    current time. ``records`` maps the position of each forward to its `Record`. ``may_recompute`` is True if a
+    checkpoint has run a forward in this run of replays, because the checkpoint may run it again. Gradients, and the
+    outputs of forwards outside of checkpoints, are then returned as copies.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class MemoryPool:
             self._released.append(position)
 
     def time(self, position: int) -> int:
-        """Return the time of the last replay of the graph at ``position``; 0 if never."""
+        """Return the time of the last replay of the graph at ``position``, or 0 if never."""
         return self.times.get(position, 0)
 
     def note_replay(self, position: int) -> None:
@@ -67,8 +67,8 @@ class MemoryPool:
     def require_untouched(self, reader: str, first: int, since: int, end: int, writer: str, advice: str = "") -> None:
         """Raise RuntimeError unless every graph replayed after ``since`` was captured between ``first`` and ``end``.
 
-        The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error, and
-        ``advice`` ends it.
+        The graph at ``first`` was replayed at ``since``. ``writer`` and ``reader`` name both graphs in the error, which
+        ends with ``advice``.
         """
         if since >= self.run_began and self.position < end:
             return  # since then, positions only increased and did not reach the end

@@ -60,7 +60,7 @@ class Record:
 
 @dataclass
 class _Observed:
-    """The facts about one callable so far, from its warmup and captures. ``ran``: the modules that the warmup ran."""
+    """The facts about one callable so far, from its warmup and captures. ``ran`` are the modules of the warmup."""
 
     positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # by kind of graph
     recipe: Any = None
@@ -80,7 +80,7 @@ class _Observed:
                 self.recipe = recipe
 
     def used_members(self, modules: Sequence[torch.nn.Module]) -> UsedMembers:
-        """Return the members of ``modules`` that the captured forward used, or all if nothing was recorded."""
+        """Return the members of ``modules`` that the captured forward used, or all members if nothing was recorded."""
         used = self.used or UsedMembers(self.note_recipe)
         if self.used is None:
             used.whole.update(modules)
@@ -90,15 +90,15 @@ class _Observed:
     def repeats(self) -> bool:
         """Return whether a forward returns equal values whenever all that it reads has equal values.
 
-        It then draws no random numbers, and does not compute in FP8, whose scales change. False if no forward ran in
-        the warmup, because then nothing is known.
+        Such a forward draws no random numbers, and does not compute in FP8, whose scales change. The result is False if
+        no forward ran in the warmup, because nothing is known then.
         """
         computes_fp8 = self.recipe is not None or any(map(_has_fp8_state, self.ran))
         return bool(self.ran) and not self.draws and not computes_fp8
 
 
 class CaptureRecord:
-    """Collects the facts of a capture, from before its warmup on.
+    """A collector of the facts of a capture, from before its warmup on.
 
     ``functions`` are the callables. ``inputs`` and ``replays`` are the sample arguments and replays of each callable
     and microbatch. References to tensors are weak, and copies are in CPU memory, because a capture must not need more
@@ -139,7 +139,7 @@ class CaptureRecord:
 
     @contextmanager
     def during_forward(self, replay: Any, handle: Any) -> Iterator[None]:
-        """Record the members that a captured forward uses, unless another profiler or `__getattr__` is in place."""
+        """Record the members that a captured forward uses, unless another profiler or `__getattr__` is active."""
         self.note_graph("forward", replay, handle)
         observed = replay.observed
         is_free = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
@@ -229,7 +229,7 @@ class CaptureRecord:
 
 
 class ReturnedTensors:
-    """The memory of the tensors returned by a graph. The references do not own it, because ``reset()`` must free it."""
+    """The memory of the tensors that a graph returns. References to it are weak, because ``reset()`` must free it."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         owners = [value for tensor in plain_tensors(tensors) for value in parts(tensor) if value.numel()]
@@ -254,17 +254,17 @@ def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with the data of a quantized tensor, which has no storage of its own; else the tensor."""
+    """Return the tensors that contain the data of a quantized tensor, or [tensor] for a plain tensor."""
     return plain_tensors(vars(tensor).values()) if isinstance(tensor, QuantizedTensor) else [tensor]
 
 
 def version(tensor: torch.Tensor) -> Any:
-    """Return the number of in-place changes to a tensor; for an inference tensor, an object unlike all others."""
+    """Return the number of in-place changes to a tensor, or a new object for an inference tensor."""
     return object() if _is_inference(tensor) else tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has none, as an FP8 tensor that consists of other tensors."""
+    """Return the identity of a tensor's storage, or 0 for a tensor without one, such as an FP8 tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.data_ptr() else 0
 
 
@@ -302,8 +302,8 @@ def _written_outputs(
 ) -> list[torch.Tensor]:
     """Return the outputs whose values a replay overwrites. ``held`` and ``inputs`` are tensors that no forward writes.
 
-    A parameter or a buffer stays as it is. TE copies the next input into a static input, but thereby gives a new
-    version to this input and to its views.
+    An output that is a parameter or a buffer keeps its values. An output that is a static input, or a view of it, is
+    excluded too: TE copies the next input into it, but thereby gives it a new version.
     """
     held_storages, storages, inputs = {*map(storage_of, held)} - {0}, {*map(storage_of, inputs)}, {*map(id, inputs)}
 

@@ -1,4 +1,4 @@
-"""Graphs that draw from the current generators of an RNG tracker, as eager training does."""
+"""Make graphs draw from the current generators of an RNG tracker, as eager training does."""
 
 from __future__ import annotations
 

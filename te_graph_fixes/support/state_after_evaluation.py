@@ -146,7 +146,7 @@ class _State:
             )
 
     def _state_of_attention(self) -> Any:
-        """Return the state that attention would create. A copy creates it, because attention chooses its own recipe."""
+        """Return the state that attention would create in its own choice of recipe. A copy of the module creates it."""
         module = self._module
         copy = object.__new__(type(module))
         new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
@@ -158,7 +158,7 @@ class _State:
         return copy.fp8_meta[STATES[self._mode]]
 
     def take_over(self) -> None:
-        """Copy the current values of the module to the graph's state, and make it the state of the module again."""
+        """Copy the module's current values to the graph's state, and assign the graph's state to the module again."""
         if not self.is_delayed:
             return
         meta = _meta(self._attributes, self._mode)

@@ -12,7 +12,7 @@ _warned: set[str] = set()
 
 
 def warn_once(text: str, key: str = "", category: type[Warning] = UserWarning) -> None:
-    """Warn once in a process for each ``key`` (by default, the text)."""
+    """Warn once in a process for each ``key``, which is the text by default."""
     if (key or text) in _warned:
         return
     level, frame = 1, sys._getframe()
