@@ -100,8 +100,7 @@ def runs(module: str, qualname: str, code: CodeType | None) -> bool:
 
 
 def loaded_function(module: str, qualname: str, codes: Collection[CodeType | None]) -> Any:
-    """Return the object that a function's name refers to now, without its wrappers, or None if there is no such
-    object.
+    """Return the object that a function's name refers to now, without its wrappers, or None if it is missing.
 
     Follow `__wrapped__` to the first function with one of these ``codes``, or else to the innermost object.
     """
@@ -290,7 +289,5 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of a function, class, module or loader itself, ignoring inherited ones, or None if
-    missing.
-    """
+    """Return an attribute of a function, class, module or loader itself, or None if it is missing or inherited."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -100,9 +100,7 @@ class Pattern:
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
     def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        """Return the bindings of each match of ``node``, which include the earlier ``bindings``, or [] if none
-        matches.
-        """
+        """Return the bindings of each match of ``node``, with the earlier ``bindings``, or [] if none matches."""
         if isinstance(wanted, list) and isinstance(node, list):
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):

@@ -76,9 +76,7 @@ class Side:
         return [node for node in self._statements if self.lines[first_line(node) - 1] in lines]
 
     def spot(self, edge: int, line: Line, indent: int) -> Spot | None:
-        """Return the start or end of the statement with this indent on a line, or None if there is no such
-        statement.
-        """
+        """Return the start or end of the statement with this indent on a line, or None if there is none."""
         for node in self._statements:
             number = first_line(node) if edge == START else node.end_lineno
             if node.col_offset == indent and self.lines[number - 1] == line and not (is_gap(node) and edge == END):

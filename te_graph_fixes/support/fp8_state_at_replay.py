@@ -403,9 +403,7 @@ def _is_delayed(fp8_meta: dict[str, Any]) -> bool:
 
 
 def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
-    """Return the recipe of a state if it differs from the recipe of the autocast, as in attention, or None
-    otherwise.
-    """
+    """Return a state's own recipe, as in attention, or None if the state has the recipe of the autocast."""
     recipe = fp8_meta["recipe"]
     return recipe if fp8_meta.get("global_recipe", recipe) != recipe else None
 

@@ -32,7 +32,8 @@ class Record:
     ``forward``, ``backward`` and ``wgrad`` are the positions of its graphs in the memory ``pool``, 0 for a graph that
     was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
     that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``recipe`` is the
-    recipe of the capture if the callable computes in FP8.
+    recipe of the capture if the callable computes in FP8, else None.
+
     ``written`` are the outputs that a forward overwrites. ``watched`` are these outputs and all tensors that a forward
     reads besides its inputs. While their versions are unchanged, equal inputs lead to equal outputs. ``watched`` is
     None if equal inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
