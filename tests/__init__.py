@@ -1,1 +1,4 @@
-"""The tests, and programs that run from a checkout. A `tests` in site-packages cannot hide this package."""
+"""The tests, and programs that run from a checkout.
+
+Because this folder is a package, no `tests` package in site-packages can hide it.
+"""

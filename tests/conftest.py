@@ -1,10 +1,10 @@
-"""Select the tests to run, and the TransformerEngine (TE) for them.
+"""Options that select the tests to run, and the TransformerEngine (TE) that the tests use.
 
 ``--part te`` runs the modules with ``pytestmark = pytest.mark.te``, which need torch and TE. ``--part text`` runs all
 other modules. The mark is read from the text of a module, without an import. Without ``--part``, all modules run, or
-only the part ``text`` if torch is missing. ``--te VERSION``, which can be repeated, runs tests with ``tried_te`` on
-this published TE instead of the installed TE. ``--dist loadgroup`` runs all tests of a version in one process, so that
-only this process reads the sources of the version.
+only the part ``text`` if torch is missing. ``--te VERSION``, which can be repeated, runs the tests that use the fixture
+``tried_te`` on this published TE instead of the installed TE. ``--dist loadgroup`` (of pytest-xdist) runs all tests of
+a version in one process, so that only this process reads the sources of the version.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NEEDS_TE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.te\b", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=("text", "te", "all"), help="the tests that need TransformerEngine, or the rest")
-    parser.addoption("--te", action="append", help="a published TransformerEngine that tests use")
+    parser.addoption("--part", choices=("text", "te", "all"), help="te: tests that need TransformerEngine; text: rest")
+    parser.addoption("--te", action="append", help="run tests on this published version of TransformerEngine")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -41,10 +41,10 @@ def tried_te(request: pytest.FixtureRequest) -> published.TE:
 
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
-    """Return a function that runs a command in this process."""
+    """Return a function that runs `main` in this process, and returns the exit status, the output and the errors."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()  # the output of earlier child processes
+        capfd.readouterr()  # discard the output of earlier child processes
         return main([*map(str, arguments)]), *capfd.readouterr()
 
     return run
@@ -68,7 +68,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 class OtherPart(pytest.File):
-    """A module of the other part of the tests. It is not imported, even if the command line names it."""
+    """A test module that ``--part`` excludes. It is not imported, even if the command line names it."""
 
     def collect(self) -> list[pytest.Item]:
         return []

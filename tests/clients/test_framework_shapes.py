@@ -1,4 +1,4 @@
-"""Test on the simulator calls of `make_graphed_callables` that pull requests of frameworks describe.
+"""Test calls of `make_graphed_callables` that pull requests of training frameworks describe, on the simulator.
 
 A program has two to four layers, and a graph for each of three microbatches in flight. A part of each layer is
 captured, and the rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
@@ -73,7 +73,7 @@ def main(shape: str, recipe: str) -> None:
             return [*grads, *(each.clone() for each in self.parameters())]
 
     class Tail(Layer):
-        """A graph runs the attention of a layer, and the router of the next layer, which is no submodule of it."""
+        """A layer whose graph runs its attention and the next layer's router, although the router is no submodule."""
 
         def build(self) -> None:
             self.head = te.LayerNormLinear(HIDDEN, HIDDEN, **options)
@@ -94,7 +94,7 @@ def main(shape: str, recipe: str) -> None:
             return residual + routed * scores.amax(-1, keepdim=True).to(x.dtype)
 
     class Experts(Layer):
-        """The parameters of experts are inputs of the graph, because FSDP2 moves them (as in NeMo Automodel)."""
+        """A layer whose graph has the experts' parameters as inputs, because FSDP2 moves them (in NeMo Automodel)."""
 
         def build(self) -> None:
             self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, **options)
@@ -156,7 +156,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """A whole MoE layer is captured. All layers and microbatches share `Pages` for tensors of the backward."""
+        """An MoE layer that is captured as a whole. All layers share the `Pages` for tensors of the backward."""
 
         pages: Any = None
 
@@ -176,7 +176,7 @@ def main(shape: str, recipe: str) -> None:
             self.pages.reset()
 
     class Sharded(Layer):
-        """The weights are gathered before each forward and each backward, alternately into two buffers."""
+        """A layer that gathers its weight before each forward and backward, into a buffer that layers share."""
 
         shared: list[torch.Tensor] = []  # noqa: RUF012
         fused = "fused" in shape
@@ -191,7 +191,7 @@ def main(shape: str, recipe: str) -> None:
                 Sharded.shared = [torch.empty(HIDDEN, HIDDEN, **plain) for _ in range(2)]
             self.gather()
             if self.fused:
-                setattr(self.weight, "__fsdp_param__", True)  # noqa: B010  # TE asks it for `get_main_grad`
+                setattr(self.weight, "__fsdp_param__", True)  # noqa: B010  # with this attribute, TE calls `get_main_grad`
                 self.weight.get_main_grad = lambda: self.fixed
                 self.weight.grad_added_to_main_grad = False
             self.add_hooks()

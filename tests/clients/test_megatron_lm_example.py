@@ -195,7 +195,7 @@ def test_the_bridge_example_delays_the_capture_without_graphs(
 
 
 def recorded(runs: ModuleType, *texts: tuple[str, int]) -> dict[str, dict[str, object]]:
-    """Return the runs of an option in the order of `megatron_options`."""
+    """Return the runs of an option as dictionaries, by setting, in the order of `megatron_options`."""
     settings = [*runs.SETTINGS, "with te-graph-fixes, checked"]
     return {
         setting: dataclasses.asdict(runs.Run.read(text, status))

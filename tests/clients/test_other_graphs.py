@@ -1,7 +1,7 @@
 """Test that TE's modules are also correct in graphs captured by other code, with or without TE's own graphs.
 
-Run as a program, this module trains eagerly and in graphs, in the ways named by its arguments. It prints the
-differences.
+Run as a program, this module trains eagerly and in graphs, in the ways named by its arguments. For each way, it prints
+the differences as JSON.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(ways: list[str]) -> None:
     from tests.verify.driver.training import Training
 
     class Slot:
-        """The memory of one microbatch."""
+        """The static tensors of one microbatch: input, output, and their gradients."""
 
         def __init__(self) -> None:
             self.x, self.grad = setting.sample().requires_grad_(), setting.sample()
@@ -90,7 +90,7 @@ def main(ways: list[str]) -> None:
             self.x.grad.zero_()  # type: ignore[union-attr]
 
     class Job:
-        """A training with an eager first step and a capture in the second."""
+        """A training with an eager first step and a capture in the second step."""
 
         def __init__(self, way: str, graphed: bool) -> None:
             self.way, self.graphed, self.number = way, graphed, 0

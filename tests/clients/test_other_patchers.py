@@ -13,7 +13,7 @@ from tests.activation.test_activation import World
 
 REPLACE = """
 def replace(everywhere):
-    "As Primus replaces a name in its module, and MindSpeed in every module that has taken it."
+    "Replace a function as Primus does or, if `everywhere`, in all modules that import it, as MindSpeed does."
     import transformer_engine.pytorch
     module = sys.modules["transformer_engine.pytorch.graph"]
     old, module.capture = module.capture, lambda x: ("theirs", x)

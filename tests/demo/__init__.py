@@ -1,1 +1,1 @@
-"""A demo that trains a small MoE model through TransformerEngine's graphs on the CPU, without and with the fixes."""
+"""A demo that trains a small MoE model on a CPU eagerly, with TransformerEngine's graphs, and with the fixes."""

@@ -31,9 +31,9 @@ def main() -> int:
     """Train in each way, and print the losses and the errors. Return the exit status."""
     folder = source("newest")
     print(
-        f"A dense layer and experts in FP8, {STEPS} steps of 3 microbatches, trained three times by the code "
-        f"of TransformerEngine {Source.at(folder).version} on a CPU.\n"
-        "It takes a minute. torch and TransformerEngine's sources take 2 GB, in .tox.\n"
+        f"The code of TransformerEngine {Source.at(folder).version} trains a dense layer and experts in FP8 on a CPU, "
+        f"three times for {STEPS} steps of 3 microbatches.\n"
+        "This takes a minute. torch and TransformerEngine's sources take 2 GB in .tox.\n"
     )
     off, graphs, fixed = ways = [_train(name, *way, folder) for name, way in WAYS.items()]
     named = dict(zip(WAYS, ways, strict=True))
@@ -44,11 +44,11 @@ def main() -> int:
     wrong = next((step for step, error in enumerate(errors, 1) if error > 0.1), None)
     same = all(_same(a, b) for a, b in zip(fixed, off, strict=True))
     if wrong is None or not same:
-        print("\nThis is not what the demo should show: please report it, with the lines above.")
+        print("\nThese are not the expected results. Please report them, with the lines above.")
         return 1
     print(
         f"\nFrom step {wrong} on, TransformerEngine's graphs use the weights of their capture, without an error. "
-        f"Outputs have a relative error of up to {max(errors):.2f}. With te-graph-fixes every loss, output and "
+        f"Outputs have a relative error of up to {max(errors):.2f}. With te-graph-fixes, every loss, output and "
         "gradient is bit-identical to graphs off."
     )
     return 0
@@ -61,7 +61,7 @@ def _train(name: str, way: str, switch: str, te: Path) -> Steps:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(te), str(ROOT)]),
         "TE_GRAPH_FIXES": switch,
-        "TE_GRAPH_FIXES_VERBOSE": "0",  # keeps the progress bar in one line
+        "TE_GRAPH_FIXES_VERBOSE": "0",  # messages would interrupt the progress bar
     }
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         command = [sys.executable, "-m", "tests.simulator", "-m", "tests.demo.train", way, str(STEPS), file.name]

@@ -33,7 +33,7 @@ def train(graphs: bool, count: int) -> list[dict[str, Any]]:
     """Train for ``count`` steps, and return the loss, the outputs and the gradients of each step."""
     use(PROGRAM)
     training = Training(graphs)
-    torch.manual_seed(0)  # the driver draws the same input and target
+    torch.manual_seed(0)  # the driver draws its inputs and targets with this seed
     targets = [(random(), random())[1] for _ in range(PROGRAM.microbatches)]
     steps = []
     for number in range(count):

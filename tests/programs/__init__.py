@@ -48,7 +48,7 @@ def tensors(function: Program, graphed: bool) -> list[torch.Tensor | None]:
 
 
 def outcome(function: Program) -> str:
-    """Return ``equal``, the number of tensors that differ, or the error that was raised."""
+    """Return ``equal``, the number of tensors that differ, or the text of the error that was raised."""
     try:
         graphed = tensors(function, graphed=True)
         pairs = [*zip(graphed, tensors(function, graphed=False), strict=True)]

@@ -1,4 +1,7 @@
-"""Programs whose FP8 weights or fused wgrads depend on the attribute or argument ``is_first_microbatch``."""
+"""Programs whose FP8 weights or fused wgrads depend on the flag ``is_first_microbatch``.
+
+The flag is an attribute of a module or an argument of its forward.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def options_of(name):
 
 
 class Marked(torch.nn.Module):
-    """A module that passes its mark on and clears it. With ``by_class``, its class has the mark, uncleared."""
+    """A module that passes its flag to a projection and clears it. With ``by_class``, its class has the flag instead.
+
+    The forward does not clear the flag of the class.
+    """
 
     is_first_microbatch = False
 
@@ -36,7 +42,7 @@ class Marked(torch.nn.Module):
 
 
 def marked_steps(by_class, capture):
-    """Set the mark before each step. The capture must not clear the mark, and `Marked.other` must cache no weights."""
+    """Set the flag before each step. The capture must not clear the flag, and `Marked.other` must cache no weights."""
     layer, options = Marked(by_class), options_of("delayed")
     inputs = random(5, 32, 32, grad=False) * torch.arange(1, 6, device="cuda").view(5, 1, 1)
     capture(layer, (inputs[0].clone().requires_grad_(),), **options)
@@ -76,7 +82,7 @@ class Policy(torch.nn.Module):
 
 
 class MarkedPolicy(Policy):
-    """A policy with another layer, whose weights depend on the mark of the module."""
+    """A `Policy` with a second layer, whose use of cached weights depends on the flag of the module."""
 
     def __init__(self, kind):
         super().__init__(kind)
@@ -89,7 +95,7 @@ class MarkedPolicy(Policy):
 
 
 class RenamedPolicy(Policy):
-    """A policy whose mark has another name, ``starts_step``."""
+    """A `Policy` whose flag has another name, ``starts_step``."""
 
     def forward(self, x, first=False):
         out = super().forward(x, self.starts_step)
@@ -98,7 +104,7 @@ class RenamedPolicy(Policy):
 
 
 def own_caches(policy, kind, warmup, capture):
-    """Change the weights before each step. A graph must reuse FP8 weights exactly if its module reuses them."""
+    """Change the weights before each step. A graph must reuse FP8 weights if and only if its eager module does."""
     module, options, x = policy(kind).eval(), options_of("current"), random(grad=False)
     with torch.no_grad():
         if policy is not RenamedPolicy:
@@ -121,7 +127,7 @@ for policy, kind, warmup in [*((Policy, kind, 3) for kind in KINDS), *OWN]:
 
 
 class Layer(torch.nn.Module):
-    """A module that passes its mark to its projection. `mark` sets the mark, in another place in each subclass."""
+    """A module that passes its flag to its projection. `mark` sets the flag, in another place in each subclass."""
 
     is_first_microbatch = False
 
@@ -192,7 +198,7 @@ class ClearingClass(OfClass):
 
 
 def places_of_marks(kind, capture):
-    """Evaluate a module after a capture, which must restore the mark in the place that stores it."""
+    """Evaluate a module after a capture, which must restore the flag in the place that stores it."""
     layer, options = kind().eval(), options_of("current")
     with torch.no_grad():
         x = random(16, 32, grad=False)
@@ -214,7 +220,7 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 
 
 def overwritten_main_grad(captured, marks, capture):
-    """Train with ``marks``: a first microbatch overwrites ``main_grad``, and any other microbatch adds to it."""
+    """Train with the flags ``marks``. A first microbatch overwrites ``main_grad``. Other microbatches add to it."""
     layer, x = Layer(fuse_wgrad_accumulation=True), random(16, 32)
     layer.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
     layer.is_first_microbatch = captured
@@ -236,7 +242,7 @@ PROGRAMS["main_grad overwritten, then added"] = (
 
 
 class WithOwner(torch.nn.Module):
-    """A layer with a mark on itself, on its submodule, or only in an argument (``where``)."""
+    """A layer that reads the flag from itself, from its submodule, or from an argument, as ``where`` selects."""
 
     def __init__(self, where, fused, recomputes):
         super().__init__()
@@ -259,7 +265,7 @@ class Outer(torch.nn.Module):
 
 
 def kept_mark(name, where, fused, recomputes, count, capture, frozen=False):
-    """Mark the first of ``count`` microbatches. No forward clears the mark, and the weight may be ``frozen``."""
+    """Set the flag for the first of ``count`` microbatches. No forward clears it, and the weight may be ``frozen``."""
     layer, options = WithOwner(where, fused, recomputes), options_of(name)
     module = Outer(layer) if where == "outer" else layer
     owner = module if where == "outer" else layer.owner and layer.owner()

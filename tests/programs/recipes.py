@@ -138,7 +138,7 @@ OWN = (teacher_in_no_grad, no_grad_in_autocast, own_autocast, own_autocast_befor
 FORWARDS = [
     *((forward, options, "equal") for forward in OWN for options in (OUTSIDE, INSIDE)),
     (checkpoint_in_a_checkpoint, INSIDE, "has a checkpoint inside a te.checkpoint"),
-    # Only the first module of an outer autocast that needs a backward updates the scales of backwards.
+    # In an outer autocast, only the first module that needs a backward updates the scales of backwards.
     *((forward, OUTSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
     *((forward, INSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
     (evaluated_after_it, INSIDE, "equal"),
@@ -158,7 +158,7 @@ def checkpoints_with_own_copies(capture):
 
 
 def new_weights(recipe, capture):
-    """Create the cached weight anew for each first eager microbatch, as a compiled `te.Linear` (TE #3505) does."""
+    """Create the cached weight again at each first eager microbatch, as a compiled `te.Linear` (TE #3505) does."""
     layer = linear()
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
 
@@ -234,7 +234,7 @@ PROGRAMS["module_twice"] = module_twice, "one module twice"
 
 
 class Tied(torch.nn.Module):
-    """A projection that runs twice, in FP8 and then in bf16. A second projection before it may be skipped."""
+    """A module that runs the projection `inner` in FP8 and then in bf16. If `takes_branch`, it runs `branch` before."""
 
     def __init__(self):
         super().__init__()
@@ -274,7 +274,7 @@ for case in ((False, True), (True, True), (True, False)):
 
 
 def failed_captures(keeps_errors, capture):
-    """Train after failed captures of a module with an autocast of its own. TE does not list such modules."""
+    """Train before and after failed captures of a module with its own autocast. The caller may keep the errors."""
 
     def fail(self, x):
         y = own_autocast_alone(self, x)

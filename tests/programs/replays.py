@@ -336,7 +336,7 @@ RAISES = {
         "the main_grad of a parameter was",
     ),
 }
-"""Programs that a graph cannot compute, each with a part of the error."""
+"""Programs that a graph cannot compute, each with a part of the error that it must raise."""
 
 PROGRAMS |= {name: (function, "equal") for name, function in EQUAL.items()}
 PROGRAMS |= {name: (function, "inplace") for name, function in INPLACE.items()}

@@ -18,17 +18,17 @@ _installed = False
 def install() -> None:
     """Simulate, in this process, a built TE and the GPU named by ``TE_SIMULATOR_GPU``. Later calls do nothing.
 
-    New memory is full of NaN, so that no result can depend on it. With ``TE_SIMULATOR_MEMORY=as found``, its values are
-    those of torch's new CPU memory, mostly zeros.
+    New memory is filled with NaN, so a result that depends on it is visibly wrong. With ``TE_SIMULATOR_MEMORY=as
+    found``, new memory has the content that torch returns, mostly zeros.
     """
     global _installed
     if _installed:
         return
     _installed = True
-    # TE looks for its shared libraries unless it believes that it is being built.
+    # With this variable, which TE's own build sets, TE does not load its shared libraries.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
 
-    # TE imports dynamo. dynamo lists torch's functions at its import, so it must see the original functions.
+    # dynamo, which TE imports, lists torch's functions at import. It must see the original functions.
     importlib.import_module("torch._dynamo")
     from . import device, extension, runtime
 

@@ -12,7 +12,7 @@ USAGE = "usage: python -m tests.simulator (SCRIPT.py | -m MODULE) [ARGS ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Install the simulator, then run the script or module in ``arguments``, with the remaining arguments."""
+    """Install the simulator, then run the script or module that ``arguments`` names, with the remaining arguments."""
     as_module = arguments[:1] == ["-m"]
     program = arguments[1:] if as_module else arguments
     if not program or program[0].startswith("-"):

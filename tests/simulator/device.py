@@ -1,8 +1,8 @@
-"""Tensors on the CPU that report a GPU as their device: ``device="cuda"`` and similar arguments.
+"""CPU tensors that report a GPU as their device, and functions of torch that accept ``device="cuda"``.
 
-Every tensor of the process is a CPU tensor, but reports that it is on ``cuda:0``. Exceptions are tensors that the
-program explicitly puts on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``). They report that they are on the
-CPU, and only they may be read while a graph is captured.
+Every tensor of the process is a CPU tensor, but it reports the device ``cuda:0`` unless the program explicitly puts it
+on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``). Tensors on the host report the device ``cpu``. Only these
+tensors may be read while a graph is captured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _plain_device: Callable[[torch.Tensor], torch.device] = vars(torch._C.TensorBase
 
 
 def install() -> None:
-    """Replace the functions and attributes of torch that name a device."""
+    """Replace the functions and attributes of torch that accept or report a device."""
     for name in _FACTORIES:
         replace(torch, **{name: _factory(getattr(torch, name))})
     for name in _METHODS:
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def replace(owner: Any, **values: Any) -> None:
-    """Set attributes of a module or class of torch."""
+    """Set the attributes ``values`` of ``owner``, a module or class of torch."""
     for name, value in values.items():
         setattr(owner, name, value)
 
@@ -71,7 +71,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _asked(device: Any) -> torch.device | None:
-    """Return the device that an argument requests, or None."""
+    """Return the device that an argument requests, or None if the argument is None."""
     if device is None:
         return None
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -95,7 +95,7 @@ def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
             refuse_in_capture(f"torch.{function.__name__} copies values from the host")
         if device.type != "cpu":
             return function(*args, **kwargs)
-        with _disable_current_modes():  # host memory is no part of a captured graph
+        with _disable_current_modes():  # a graph does not record operations on host memory
             return mark_on_host(function(*args, **kwargs))
 
     return create
@@ -123,7 +123,7 @@ def _data_ptr(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a ``torch.as_tensor`` that also accepts an address in GPU memory, as TE's weak references pass."""
+    """Return a ``torch.as_tensor`` that also accepts objects with a GPU address, such as TE's weak references."""
     plain = _factory(function)
 
     @functools.wraps(function)
@@ -139,7 +139,7 @@ def _as_tensor(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 def _from_interface(interface: dict[str, Any]) -> torch.Tensor:
     if interface.get("strides") is not None:
-        raise NotImplementedError("simulator: __cuda_array_interface__ with strides")
+        raise NotImplementedError("the simulator does not support __cuda_array_interface__ with strides")
     shape, address = tuple(interface["shape"]), interface["data"][0]
     dtype = _TYPES[interface["typestr"]]
     if 0 in shape:
@@ -169,7 +169,7 @@ def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return function(self, "meta", dtype, copy=copy, memory_format=memory_format)
         moves = device is not None and device.type != _device(self).type
         if moves:
-            refuse_in_capture(f"a copy of a tensor to {device}")
+            refuse_in_capture(f"Tensor.to copies a tensor to {device}")
         to_host = moves and device is not None and device.type == "cpu"
         with _disable_current_modes() if to_host else contextlib.nullcontext():
             result = function(self, dtype=dtype or self.dtype, copy=copy or moves, memory_format=memory_format)
@@ -179,17 +179,17 @@ def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand in for ``Tensor.cuda``."""
+    """Return this tensor as a GPU tensor, like ``Tensor.cuda``."""
     return self.to(CUDA)
 
 
 def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stand in for ``Tensor.cpu``."""
+    """Return this tensor as a host tensor, like ``Tensor.cpu``."""
     return self.to(CPU)
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:
-    """Return ``function``, the constructor of a device context of torch, with support for CUDA devices."""
+    """Return ``function``, the constructor of torch's `DeviceContext`, with support for CUDA devices."""
 
     @functools.wraps(function)
     def init(self: Any, device: Any) -> None:

@@ -1,6 +1,6 @@
-"""Random generators as on a GPU: objects that share states. Only one state is active at a time.
+"""Random generators that, as on a GPU, can share a state. Only one state is active at a time.
 
-The CPU's default generator draws every random number, from the active state. This module stores the other states.
+The CPU's default generator draws every random number from the active state. This module stores the other states.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import torch
 
 
 class State:
-    """A state of one or more generators. Graphs refer to it, and draw from it at each replay."""
+    """The state of one or more generators. Graphs refer to the state, and draw from it at each replay."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers = numbers
 
     @property
     def numbers(self) -> torch.Tensor:
-        """Return the state in the form of `torch.get_rng_state`."""
+        """Return the state as a tensor, in the format of `torch.get_rng_state`."""
         return torch.default_generator.get_state() if self is active() else self._numbers
 
     @numbers.setter
@@ -35,7 +35,7 @@ class State:
 
 
 class Generator(torch.Generator):
-    """A stand-in for a generator of the GPU."""
+    """A stand-in for a CUDA generator."""
 
     state: State
 
@@ -79,5 +79,5 @@ DEFAULT.state = State(torch.default_generator.get_state())
 
 
 def active() -> State:
-    """Return the active state."""
+    """Return the state from which random numbers are drawn."""
     return DEFAULT.state

@@ -1,9 +1,9 @@
 """Capture and replay as in ``torch.cuda.CUDAGraph``, with recorded operations on the CPU.
 
 While a graph is captured, a dispatch mode sees every operation of the calling thread, autograd's backward included. The
-operation runs once, so that its result has the right shape, and its result moves into the memory pool of the capture.
-The end of the capture restores all memory that an operation wrote, because on a GPU nothing runs while a graph is
-captured. A replay runs the recorded operations again, each on the memory that it had in the capture.
+operation runs once, so that its result has the correct shape, and its result moves into the memory pool of the capture.
+The end of the capture restores all memory that an operation wrote, because on a GPU no kernel runs while a graph is
+captured. A replay runs the recorded operations again, each on the same memory as in the capture.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permu
 """Operations that only allocate. A replay does not repeat them."""
 
 _REFUSED = {aten.resize_, aten.resize_as_}
-"""Operations that cannot be captured, because they allocate new memory of an existing tensor outside of pools."""
+"""Operations that cannot be captured, because they allocate memory outside of pools for an existing tensor."""
 
 
 on_launch: Callable[[Any], None] | None = None
-"""A function called with each kernel that runs eagerly or at a replay, for tests that count kernels; or None."""
+"""A function that is called with each kernel that runs eagerly or at a replay, or None. Tests count kernels with it."""
 
 
 class GraphError(RuntimeError):
-    """The program used a CUDA graph in a way that a GPU, or this simulator, does not allow."""
+    """An error for a use of CUDA graphs that a GPU, or this simulator, does not allow."""
 
 
 class CUDAGraph:
@@ -52,7 +52,7 @@ class CUDAGraph:
     ) -> None:
         """Start to record the operations of this thread."""
         if check_input_liveness:
-            raise NotImplementedError("simulator: CUDAGraph.capture_begin(check_input_liveness=True)")
+            raise NotImplementedError("the simulator does not support capture_begin(check_input_liveness=True)")
         if self._operations is not None:
             raise GraphError(
                 "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
@@ -65,7 +65,7 @@ class CUDAGraph:
     def capture_end(self) -> None:
         """Stop recording, so that the graph can be replayed."""
         if self._capture is None or self._capture is not Capture.current:
-            raise GraphError("CUDA error: invalid argument: CUDAGraph.capture_end without CUDAGraph.capture_begin")
+            raise GraphError("CUDA error: invalid argument: capture_end was called without capture_begin")
         capture, self._capture = self._capture, None
         capture.end()
         if capture.failure is not None:
@@ -74,7 +74,7 @@ class CUDAGraph:
         self._operations = capture.operations
 
     def instantiate(self) -> None:
-        """Do nothing: a captured graph of the simulator is executable."""
+        """Do nothing, because a captured graph is already executable. Raise an error if no graph was captured."""
         self._require_graph("instantiate")
 
     def replay(self) -> None:
@@ -91,7 +91,7 @@ class CUDAGraph:
     def reset(self) -> None:
         """Delete the captured graph and release its memory pool."""
         if self._capture is not None:
-            raise GraphError("CUDAGraph.reset during the capture of this graph")
+            raise GraphError("CUDAGraph.reset was called during the capture of this graph")
         if self._operations is not None:
             self._operations = None
             self._leave_pool()
@@ -107,7 +107,7 @@ class CUDAGraph:
         self._random_states.append(generator.state)
 
     def enable_debug_mode(self) -> None:
-        """Do nothing: the simulator has no debug data."""
+        """Do nothing, because the simulator has no debug data."""
 
     def __del__(self) -> None:
         if self._operations is not None:
@@ -126,10 +126,10 @@ class CUDAGraph:
 
 
 class Capture(TorchDispatchMode):
-    """A capture in progress, with its recorded operations, and the content to restore at its end."""
+    """A capture in progress, with its recorded operations, and the memory content to restore at its end."""
 
     current: Capture | None = None
-    """The capture in progress; a process has at most one."""
+    """The capture in progress, or None. A process has at most one capture in progress."""
 
     def __init__(self, pool: memory.Pool, random_states: Iterable[generators.State]) -> None:
         super().__init__()
@@ -151,16 +151,16 @@ class Capture(TorchDispatchMode):
             for now, before in reversed(self._before):
                 now.copy_(before)
         self._before.clear()
-        for state, numbers in self._random_states:  # only replays draw random numbers
+        for state, numbers in self._random_states:  # a capture draws no numbers
             state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
-        """Invalidate the capture, as on a GPU, because of an operation that cannot be captured. Return the error."""
+        """Invalidate the capture because of ``what``, an operation that cannot be captured. Return the error."""
         self.failure = self.failure or what
         return GraphError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
     def launch(self, kernel: Callable[..., None], writes: Iterable[torch.Tensor], arguments: Sequence[Any]) -> None:
-        """Run and record one kernel, which writes into ``writes`` (all among ``arguments``)."""
+        """Run and record one kernel. The kernel writes only into ``writes``, which are among its arguments."""
         with _plain_execution():
             for tensor in writes:
                 self._keep(tensor)
@@ -187,16 +187,17 @@ class Capture(TorchDispatchMode):
     def _take_apart(
         self, func: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the result of a tensor subclass that runs the operation with plain tensors, and record its operations.
+        """Return the result of an operation on a tensor subclass, and record the operations that the subclass calls.
 
-        The subclass calls operations of torch, which this mode records. At last it calls
-        ``torch.Tensor.__torch_dispatch__``, which is replaced meanwhile, because it would bypass this mode.
+        The subclass's ``__torch_dispatch__`` calls operations of torch, which this mode records. In the end, it may
+        call ``torch.Tensor.__torch_dispatch__``. Meanwhile, the latter function is replaced, because it would bypass
+        this mode.
         """
 
         def last(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if any(_takes_itself_apart(type(value)) for value in tree_iter((args, kwargs))):
-                raise self.refuse(f"{func.name()} on a tensor subclass, which the simulator cannot replay")
+                raise self.refuse(f"the simulator cannot replay {func.name()} on a tensor subclass")
             return func(*args, **kwargs)
 
         plain = torch.Tensor.__torch_dispatch__
@@ -222,7 +223,7 @@ class Capture(TorchDispatchMode):
         if set(given) - {torch.default_generator} or (torch.Tag.nondeterministic_seeded in tags and not known):
             raise self.refuse(f"{name} draws from a generator that is not registered with the graph")
         if func.overloadpacket in _REFUSED:
-            raise self.refuse(f"{name} exchanges the memory of a tensor, which the simulator cannot replay")
+            raise self.refuse(f"the simulator cannot replay {name}, which exchanges the memory of a tensor")
 
     def _run(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -261,7 +262,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return memory of the pool with the values of ``content``, which are removed at the end of the capture."""
+        """Return memory of the pool that contains a copy of ``content`` until the end of the capture."""
         storage = self._pool.allocate(content.nbytes())
         block = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._keep(block)
@@ -281,7 +282,7 @@ class Capture(TorchDispatchMode):
 
 
 def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *arguments: Any) -> None:
-    """Run ``kernel(*arguments)`` immediately or, while a graph is captured, at each replay of the graph.
+    """Run ``kernel(*arguments)``. If a graph is being captured, also record the kernel, so that each replay runs it.
 
     The kernel writes only into the tensors ``writes``, which are among its arguments.
     """
@@ -295,13 +296,13 @@ def launch(kernel: Callable[..., None], writes: Iterable[torch.Tensor], *argumen
 
 
 def refuse_in_capture(what: str) -> None:
-    """Raise the GPU's error for an operation that must not run during a capture."""
+    """If a graph is being captured, raise the GPU's error for ``what``, an operation that must not be captured."""
     if Capture.current is not None:
         raise Capture.current.refuse(what)
 
 
 def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as host memory, which a program may read during a capture."""
+    """Mark ``tensor`` as host memory, which a program may read during a capture. Return ``tensor``."""
     tensor._simulator_on_host = True  # type: ignore[attr-defined]
     return tensor
 
@@ -331,7 +332,7 @@ class _plain_execution:
 
 
 def _collective(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run a collective to its end. A later wait for its work does nothing."""
+    """Run a collective operation to its end, and return its results. A later wait for its work does nothing."""
     values, spec = torch.utils._pytree.tree_flatten(func(*args, **kwargs))
     for position, work in enumerate(values):
         if isinstance(work, torch.ScriptObject):

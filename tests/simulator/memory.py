@@ -1,12 +1,12 @@
 """The memory of CUDA graphs: pools that reuse a block once the tensors in it are deleted.
 
-The rules and sizes are those of torch's caching allocator. A block is cut from a larger segment. The smallest free
-block that is large enough is used, and neighboring free blocks are joined. Small and large blocks have separate
+The rules and sizes are the same as in torch's caching allocator. A block is cut from a larger segment. The smallest
+free block that is large enough is used, and neighboring free blocks are joined. Small and large blocks have separate
 segments. A block is free as soon as the last tensor that owns it is deleted. A reader that has only the address of the
 block (a weak reference of TE, or a captured graph) then reads the values of the next owner.
 
-Memory outside of pools is CPU memory, and stays allocated while an address is in use. If no tensor owns such memory, a
-GPU could have reused it, so `overwrite_freed` overwrites it.
+Memory outside of pools is CPU memory, which stays allocated while a graph or a weak reference has its address. Once no
+tensor owns such memory, a GPU could reuse it, so `overwrite_freed` overwrites it.
 
 `peak` returns the peak memory in pools and outside of them since `reset_peak`, like
 ``torch.cuda.max_memory_allocated``.
@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_iter
 PoolId = tuple[int, int]
 
 BLOCK = 512
-"""The unit of block sizes, in bytes. Sizes are rounded up to a multiple of it."""
+"""The unit of block sizes, in bytes. Sizes are rounded up to a multiple of this unit."""
 
 SMALL = 1 << 20
-"""The largest size of a small block, in bytes. The rest of a split large block is used only if it is larger."""
+"""The largest size of a small block, in bytes. A large block is split only if the rest is larger than this size."""
 
 POISON = 0xFF
 """The byte in memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
@@ -49,7 +49,10 @@ class _Segment:
     """A range of memory and its blocks, in the order of their addresses."""
 
     def __init__(self, block_size: int) -> None:
-        """Create a segment for blocks like one of ``block_size`` bytes: for small blocks, or for large blocks."""
+        """Create a segment that is large enough for a block of ``block_size`` bytes.
+
+        If this size is small, the segment has only small blocks, and otherwise only large blocks.
+        """
         self.small = block_size <= SMALL
         size = _segment_size(block_size)
         raw = np.full(size + BLOCK, POISON, dtype=np.uint8)
@@ -90,7 +93,7 @@ def _segment_size(block_size: int) -> int:
 
 
 class Pool:
-    """The memory shared by the captures with one pool handle."""
+    """The memory that all captures with the same pool handle share."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
@@ -122,11 +125,11 @@ class Pool:
         return torch.from_numpy(array).untyped_storage()
 
     def allocated(self) -> int:
-        """Return the bytes in blocks with an owner."""
+        """Return the number of bytes in blocks that have an owner."""
         return sum(block.size for segment in self._segments for block in segment.blocks if not block.free)
 
     def reserved(self) -> int:
-        """Return the bytes that the pool has reserved."""
+        """Return the number of bytes in all segments of the pool."""
         return sum(segment.end - segment.address for segment in self._segments)
 
 
@@ -151,7 +154,7 @@ def enter_pool(pool_id: PoolId) -> Pool:
 
 
 def leave_pool(pool_id: PoolId) -> None:
-    """Count one graph less in the pool of a handle. After the last graph, the handle has a new, empty pool."""
+    """Count one graph less that uses the pool of a handle. After the last graph, delete the pool."""
     _POOLS[pool_id].graphs -= 1
     if not _POOLS[pool_id].graphs:
         del _POOLS[pool_id]
@@ -163,12 +166,12 @@ def pools() -> list[Pool]:
 
 
 def allocated() -> int:
-    """Return the bytes in blocks with an owner, in all pools."""
+    """Return the number of bytes in blocks that have an owner, in all pools."""
     return sum(pool.allocated() for pool in pools())
 
 
 class _Count(TorchDispatchMode):
-    """Counts the bytes in pools, and the bytes of tensors that operations create outside of pools."""
+    """A dispatch mode that counts the bytes in pools, and the bytes of tensors that operations create elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +219,10 @@ def reset_peak() -> None:
 
 
 def peak() -> int:
-    """Return the peak in bytes since `reset_peak`, and stop counting, because it is slow."""
+    """Return the peak in bytes since `reset_peak`, and stop counting, because counting is slow.
+
+    If `reset_peak` was never called, return the bytes that are allocated in pools.
+    """
     global _is_counting
     if _count is None:
         return allocated()
@@ -235,7 +241,7 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
 
 
 class _Outside:
-    """Memory outside of pools whose address is in a graph or weak reference."""
+    """Memory outside of pools whose address a graph or a weak reference has."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -251,7 +257,7 @@ class _Outside:
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
-        """Overwrite the memory with NaN. A single float32 number may be a flag, so it is overwritten with 1.0."""
+        """Overwrite the memory with NaN, or a single float32 number with 1.0, because it may be a flag."""
         content = np.asarray(self)
         content[:] = POISON
         if content.size == 4:
@@ -276,7 +282,10 @@ def overwrite_freed() -> None:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares the memory of ``tensor`` without owning it. An alias of a single number owns it."""
+    """Return a tensor that shares the memory of ``tensor`` without owning it.
+
+    Outside of pools, the alias of a tensor without dimensions owns the memory.
+    """
     at = address(tensor)
     segment = _segment_at(at)
     if segment is not None:
@@ -288,7 +297,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address_taken(tensor: torch.Tensor) -> None:
-    """Note that the program reads a tensor's address, perhaps for a weak reference."""
+    """Record that the program reads the address of ``tensor``, perhaps for a weak reference."""
     global _last_taken
     if _segment_at(address(tensor)) is None:
         storage = tensor.untyped_storage()
@@ -296,21 +305,24 @@ def address_taken(tensor: torch.Tensor) -> None:
 
 
 def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a contiguous tensor at the address last passed to `address_taken`. The tensor does not own the memory."""
+    """Return a contiguous tensor at an address in a pool, or in the tensor that was last passed to `address_taken`.
+
+    The returned tensor does not own the memory.
+    """
     segment = _segment_at(at)
     taken, start, nbytes = _last_taken or (None, 0, 0)
     if segment is not None:
-        # As on a GPU, the tensor has a separate storage, so that references to other tensors are not counted.
+        # As on a GPU, the new tensor has its own storage, whose use count does not include other tensors.
         storage, start = torch.from_numpy(segment.memory).untyped_storage(), segment.address
     elif taken is not None and 0 <= at - start < nbytes and (owned := _storage(taken)) is not None:
         storage = _outside(owned)
     else:
-        raise NotImplementedError(f"simulator: a tensor at the address {at:#x}, which no known tensor has")
+        raise NotImplementedError(f"the simulator knows no tensor at the address {at:#x}")
     return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)
 
 
 _last_taken: tuple[StorageWeakRef, int, int] | None = None
-"""The storage of the address taken last (a weak reference), the address of its start, and its size in bytes."""
+"""A weak reference to the storage whose address was read last, the address of its start, and its size in bytes."""
 
 
 def _storage(reference: StorageWeakRef) -> torch.UntypedStorage | None:

@@ -22,7 +22,7 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
 
 GPU = os.environ.get("TE_SIMULATOR_GPU", "hopper")
 if GPU not in GPUS:
-    raise ValueError(f"TE_SIMULATOR_GPU={GPU}: the simulator has {', '.join(GPUS)}")
+    raise ValueError(f"TE_SIMULATOR_GPU={GPU} is unknown. The simulator has these GPUs: {', '.join(GPUS)}")
 
 CAPABILITY = GPUS[GPU]
 
@@ -38,7 +38,7 @@ def sm_arch() -> int:
 
 
 def any_fp8_layout() -> bool:
-    """Return whether per-tensor FP8 products read operands in any layout and so need no transposes."""
+    """Return whether per-tensor FP8 products read operands in any layout, so that FP8 tensors need no transposes."""
     return 100 <= sm_arch() < 120 or sm_arch() >= 130
 
 
@@ -53,17 +53,17 @@ class Stream:
         self.device_index = 0
 
     def wait_stream(self, stream: Stream) -> None:
-        """Do nothing: the work of the other stream is already done."""
+        """Do nothing, because the work of the other stream is already done."""
 
     def wait_event(self, event: Event) -> None:
-        """Do nothing: the event has already happened."""
+        """Do nothing, because the event has already happened."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """Return ``event``, or a new event, recorded at this point of the stream."""
         return event or Event()
 
     def query(self) -> bool:
-        """Return whether all work of the stream is done."""
+        """Return True, because all work of the stream is done. In a capture, raise the GPU's error."""
         refuse_in_capture("Stream.query")
         return True
 
@@ -87,13 +87,13 @@ class Event:
         pass
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the event at this point of the stream."""
+        """Do nothing, because operations run in the order of the program."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Do nothing: this event has already happened."""
+        """Do nothing, because this event has already happened."""
 
     def query(self) -> bool:
-        """Return whether the event has happened."""
+        """Return True, because this event has already happened. In a capture, raise the GPU's error."""
         refuse_in_capture("Event.query")
         return True
 
@@ -103,7 +103,7 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         """Raise NotImplementedError, because the simulator measures no time."""
-        raise NotImplementedError("simulator: Event.elapsed_time: there is no GPU to time")
+        raise NotImplementedError("the simulator does not support Event.elapsed_time, because it measures no time")
 
 
 class Library(ctypes.CDLL):
@@ -184,14 +184,17 @@ def _memory_reserved(device: Any = None) -> int:
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
-    """Stand in for ``torch.compile``: return ``model`` unchanged, because compiled code would not be recorded."""
+    """Return ``model`` unchanged, because a graph would not record compiled code.
+
+    If ``model`` is None, return a decorator that returns its function unchanged.
+    """
     return (lambda function: function) if model is None else model
 
 
 def _autocast(function: Any) -> Any:
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
         if device_type == "cuda" and enabled:
-            raise NotImplementedError("simulator: torch.autocast('cuda') does not cast CPU tensors")
+            raise NotImplementedError("the simulator does not support torch.autocast('cuda')")
         function(self, device_type, dtype, enabled, cache_enabled)
 
     return init

@@ -2,8 +2,13 @@
 
     python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] TRAINING ...
 
-A TRAINING is the options of a `Program` as JSON, the name of a case of `verify`, or ``others``. ``others`` runs all
-functions below, because `Program` cannot describe their trainings. Each line contains the mismatches, the number of
+A TRAINING is one of these:
+
+- the options of a `Program` as JSON, or the name of a case of `verify`
+- the beginning of a name that starts with ``held by``, ``written`` or ``left out``: all such trainings below
+- ``others``: all other trainings below
+
+The trainings below exist because `Program` cannot describe them. Each line contains the mismatches, the number of
 compared tensors, whether the check ended by itself, and whether training without the check is bit-identical.
 """
 
@@ -109,7 +114,7 @@ def evaluation_in_between() -> Iterator[Any]:
             module.eval()
             yield graphed(rand(grad=False))
             module.train()
-        yield graphed(rand())  # no code calls its backward
+        yield graphed(rand())  # the backward of this output is never called
         x = rand()
         graphed(x).sum().backward()
         yield x.grad, update(module)
@@ -158,7 +163,7 @@ def batches_that_fail() -> Iterator[Any]:
                 out = graphed(x)
                 out.sum().backward()
                 if microbatch == 0:
-                    raise ValueError("its wgrads are never computed")
+                    raise ValueError("the wgrads of this microbatch are never computed")
                 graphed.backward_dw()
                 yield out, x.grad
             except (ValueError, RuntimeError):
@@ -203,7 +208,7 @@ def hooks_added_afterwards() -> Iterator[Any]:
 
 
 class Scaled(torch.nn.Module):
-    """A layer that applies a function to its output. ``hold`` returns this function for the module."""
+    """A module of two layers that applies a function to their output. ``hold`` returns this function for the module."""
 
     def __init__(self, hold: Callable[[Any], Callable[[Any], Any]], checkpoint: Callable[..., Any] | None) -> None:
         super().__init__()
@@ -234,7 +239,7 @@ def a_copy_in_another_type(module: Any) -> Any:
 
 
 def another_submodule(module: Any) -> Any:
-    """Return a forward of a submodule that shares a parameter with ``module``."""
+    """Return a forward that calls a new submodule, which shares a parameter with ``module``."""
     module.other = Module(lambda other, x: other.b(x) * other.scale)
     module.other.scale = module.scale
     return lambda x: module.other(x)
@@ -305,7 +310,7 @@ def a_global_sum(module: Any) -> Any:
 
 
 def a_sum_in_the_backward(module: Any) -> Any:
-    """Return a forward with a hook that writes into a tensor of a closure in the backward."""
+    """Return a forward that registers a hook. In the backward, the hook adds to a global tensor."""
     SUMS["grad"] = torch.zeros(32, device="cuda")
 
     def add(grad: Any) -> None:
@@ -313,7 +318,7 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
     def use(x: Any) -> Any:
         x = x * module.scale
-        if x.requires_grad:  # In the first forward of a checkpoint, it needs no gradient.
+        if x.requires_grad:  # In the first forward of a checkpoint, x needs no gradient.
             x.register_hook(add)
         return x
 
@@ -321,9 +326,9 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
 
 HELD = (a_closure, a_view, a_copy_in_another_type, another_submodule, a_module_in_a_list)
-"""Functions that return a forward. Each forward refers to a parameter of its module in another way."""
+"""Functions that return a forward. Each forward refers to its module or a parameter in a different way."""
 WRITTEN = (a_global_sum, a_sum_in_the_backward)
-"""Functions that return a forward. Each forward, or its hook, writes to tensors of the job."""
+"""Functions that return a forward. Each forward, or its hook, writes to global tensors."""
 LEFT_OUT = (a_buffer, a_main_grad_in_a_closure, a_fused_module_in_a_list, an_fp8_module_in_a_list)
 """Functions that return a forward. The check cannot isolate these forwards, or must restore their changes."""
 CHECKPOINTS: dict[str, Callable[..., Any] | None] = {

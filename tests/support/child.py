@@ -18,9 +18,9 @@ from tests.verify.runner import Outcome
 
 ROOT = Path(__file__).parents[2]
 START = "from tests.support.training import *\n"
-"""The first line of a program of `run_program`."""
+"""The line that `run_program` inserts before a program."""
 TE = ("te_graph_fixes", "transformer_engine.pytorch", "tests.support.training")
-"""The modules that most programs import. With the fixes, their import takes longer than the programs."""
+"""The modules that most programs import. With the fixes, this import takes longer than a program itself."""
 CHILD = "tests.verify.child"
 OF_CASES = "tests.verify.programs"
 """The module that most cases of `verify` import."""
@@ -29,7 +29,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child that searches ``path`` first and has only the given settings."""
+    """Return the environment of a child process that searches ``path`` first. Its only settings are in ``changed``."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("TE_GRAPH_FIXES", "PYTEST_"))
     }
@@ -45,7 +45,10 @@ def python(
     stdin: str | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python for at most ``timeout`` seconds, with ``path`` first in its path and only the given settings."""
+    """Run Python in a child process for at most ``timeout`` seconds, and return the completed process.
+
+    The process searches ``path`` first, and has only the settings of this package that ``environment`` contains.
+    """
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -63,7 +66,7 @@ def _forks() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forks"],
         cwd=ROOT,
-        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # the rest of the path is equal in all children
+        env=_environment("", {"PYTHONPATH": str(ROOT)}),  # each child sets its own PYTHONPATH
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -73,10 +76,11 @@ def _forks() -> subprocess.Popen[str]:
 def on_simulator(
     *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program like `python -m tests.simulator`, in a fork of a process that has already imported torch.
+    """Run a program like `python -m tests.simulator`, and return the completed process.
 
-    ``-c PROGRAM`` runs the text of a program. The modules ``imported`` are imported once for all programs in the same
-    environment. If there are none, the program itself imports TE and prints which fixes were applied.
+    The program runs in a fork of a process that has already imported torch. ``-c PROGRAM`` runs the text of a program.
+    The modules ``imported`` are imported once for all programs in the same environment. If ``imported`` is empty, the
+    program itself imports TE, and prints which fixes were applied.
     """
     assert importlib.util.find_spec("torch"), "a module that needs torch and TE declares `pytestmark = pytest.mark.te`"
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ import transformer_engine_torch as extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 H = 128
-"""The rows and columns of an input. For a smaller NVFP4 weight, both layouts of scales would be equal."""
+"""The rows and columns of an input. TE swizzles the scales of NVFP4 weights only for multiples of 128."""
 PLAIN = {"dtype": torch.bfloat16, "device": "cuda"}
 log: list[str] = []
 
@@ -88,11 +88,11 @@ MARKS: dict[str, tuple[bool | None, ...]] = {
 
 
 ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signature(te.GroupedLinear).parameters else {}
-"""The option for experts with splits on the GPU. Up to TE 2.19, an environment variable selects them instead."""
+"""The option for experts with splits on the GPU. Up to TE 2.19, `train` sets an environment variable instead."""
 
 
 class Model(torch.nn.Module):
-    """A model of four modules and, except in block scaling, an operation. The experts' splits may be on the GPU."""
+    """A model of four modules and, except in block scaling, a `te.ops` operation. Splits may be on the GPU."""
 
     def __init__(self, recipe: str, fused: bool, delay: bool, on_gpu: bool) -> None:
         super().__init__()
@@ -107,7 +107,8 @@ class Model(torch.nn.Module):
             self.splits = torch.tensor(self.splits, device="cuda")
         self.experts = te.GroupedLinear(2, H, H, **options)
         operation = te.ops.Linear(H, H, dtype=torch.bfloat16, accumulate_into_main_grad=fused)
-        self.operation = torch.nn.Identity() if recipe == "block" else te.ops.Sequential(operation)  # from TE 2.18 on
+        # `te.ops` supports block scaling only from TE 2.18 on.
+        self.operation = torch.nn.Identity() if recipe == "block" else te.ops.Sequential(operation)
         for parameter in self.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -145,7 +146,10 @@ def values(name: str, value: Any) -> str:
 
 
 def train(recipe: str, fused: bool, delay: bool, marks: str, on_gpu: bool) -> list[str]:
-    """Run three steps, the second with recomputation, and evaluations between them. Return names and digests."""
+    """Run three steps and two evaluations between them. Return names and digests of results.
+
+    The second step recomputes the forward unless wgrads are delayed.
+    """
     results: list[str] = []
     os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = str(int(on_gpu))
     torch.manual_seed(1)

@@ -25,7 +25,7 @@ def ones() -> torch.Tensor:
 
 
 def delivered() -> dict[str, Any]:
-    """Return the results of `left_after_reset` and, if this TransformerEngine has such experts, `delayed_experts`."""
+    """Return the results of `left_after_reset` and, if this TransformerEngine can run it, `delayed_experts`."""
     from transformer_engine.pytorch.module import grouped_linear
 
     found: dict[str, Any] = {"left": left_after_reset()}
@@ -44,7 +44,7 @@ def left_after_reset() -> int:
 
 
 def delayed_experts() -> dict[str, Any]:
-    """Return {kind: (hook calls, mean wgrads)} of experts with token counts on the GPU. No case trains any."""
+    """Return {kind: (hook calls, mean wgrads)} of experts with token counts on the GPU. No case trains such experts."""
     from transformer_engine.pytorch.module import grouped_linear as modules
     from transformer_engine.pytorch.ops.basic import grouped_linear as operations
 
@@ -67,7 +67,10 @@ def delayed_experts() -> dict[str, Any]:
 
 
 def reductions_in_capture() -> int:
-    """Return how often a capture of experts with token counts on the GPU reduces the amaxes of the backward."""
+    """Return how often a capture of experts with token counts on the GPU reduces the amaxes of the backward.
+
+    Return 0 if this TransformerEngine has no such experts.
+    """
     from transformer_engine.common.recipe import MXFP8BlockScaling
     from transformer_engine.pytorch.module import grouped_linear
 
@@ -82,7 +85,7 @@ def reductions_in_capture() -> int:
 
 
 def captured_operations() -> int:
-    """Capture an operation by itself, and an operation in a `te.ops.Sequential`. Return 2 if both captures succeed."""
+    """Capture a `te.ops` operation by itself, and one in a `te.ops.Sequential`. Return 2 if both captures succeed."""
     kinds = [lambda operation: operation, te.ops.Sequential]
     for kind in kinds:
         operation = te.ops.BasicLinear(64, 64, dtype=torch.bfloat16, device="cuda")
@@ -91,7 +94,10 @@ def captured_operations() -> int:
 
 
 def left_by_a_capture() -> tuple[int, bool]:
-    """Return the second module's number of cached weights and mark, after captures with and then without caches."""
+    """Return the number of cached weights and the `is_first_microbatch` of a module after a capture without caches.
+
+    Before this capture, another module is captured with caches.
+    """
     layers = [linear(64) for _ in range(2)]
     forward = layers[1].forward
 
@@ -159,7 +165,10 @@ def first_microbatches() -> tuple[Any, ...]:
 
 
 def scales_after_an_evaluation() -> list[float]:
-    """Return the scales of a layer after a capture for evaluation without a warmup, and a step."""
+    """Return the scales of a layer after a training forward and an evaluation.
+
+    Before, the layer is captured for evaluation without a warmup.
+    """
     layer = linear(64).eval()
     x = torch.ones(64, 64, **BF16)
     options = {"enabled": True, "recipe": DelayedScaling(amax_history_len=1)}
@@ -212,7 +221,10 @@ def weights_held_after_reset() -> int:
 
 
 def main_grads_after_hooks() -> list[str]:
-    """Return ``main_grad`` after captures with warmup hooks, one of which zeroes it. TE before 2.14 has none."""
+    """Return the means of ``main_grad`` after captures with a warmup hook.
+
+    The second hook zeroes ``main_grad``. TE before 2.14 has no such hooks, so the result is [].
+    """
     if "post_warmup_hook" not in inspect.signature(te.make_graphed_callables).parameters:
         return []
     found = []

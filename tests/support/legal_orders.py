@@ -1,4 +1,4 @@
-"""Named and random orders for tests, as plain lists without torch."""
+"""Named and random schedules (``_order``) for tests. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMED: dict[str, list[float]] = {
 
 
 def random_order(rng: random.Random, chunks: int, microbatches: int, delayed: Collection[int]) -> list[float]:
-    """Return a random legal order; the chunks in ``delayed`` (counted from 1) have wgrads."""
+    """Return a random legal order. The chunks in ``delayed`` (counted from 1) have entries for wgrads."""
     done = {(kind, chunk): 0 for kind in "fdw" for chunk in range(1, chunks + 1)}
     order: list[float] = []
     while True:

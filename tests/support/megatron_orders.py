@@ -1,4 +1,4 @@
-"""Capture orders of pipeline schedules, as Megatron-Core computes them, for tests: plain lists, no torch."""
+"""Capture orders of pipeline schedules, as Megatron-Core computes them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import zip_longest
 def interleaved(stages: int, stage: int, model_chunks: int, microbatches: int, group: int | None = None) -> list[int]:
     """Return the order of model chunks on pipeline ``stage`` of ``stages`` under the interleaved 1F1B schedule.
 
-    Each chunk runs for ``group`` microbatches (default ``stages``) before the next.
+    Each chunk runs for ``group`` microbatches (default ``stages``) before the next chunk runs.
     """
     group = group or stages
     chunks = [

@@ -1,7 +1,7 @@
-"""The Python sources of the published TransformerEngine (TE), fetched from the package index once.
+"""The Python sources of published versions of TransformerEngine (TE), fetched once from the package index.
 
-The environment variable ``TE_SOURCES`` names their folder, by default ``.tox/te-sources``. It contains a folder for
-each version, which `te_graph_fixes.patching.source.Source.at` reads.
+The environment variable ``TE_SOURCES`` names a folder, by default ``.tox/te-sources``. This folder contains a folder
+for each version, which `te_graph_fixes.patching.source.Source.at` reads.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 
 def altered(folder: Path, version: str, old: str = "", new: str = "", module: str = "graph.py", says: str = "") -> Path:
-    """Return a copy of a TE with another text in a module, or with ``says`` as the version in its metadata."""
+    """Copy the sources of a version into ``folder``, replace ``old`` by ``new`` in ``module``, and return ``folder``.
+
+    If ``says`` is given, it becomes the version in the metadata.
+    """
     copy_of(source(version), folder)
     metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
     changes = [(folder / "transformer_engine" / "pytorch" / module, old, new)]

@@ -39,7 +39,7 @@ def linear(size: int = 32, **options: Any) -> Any:
 
 
 class WithSplits(torch.nn.Module):
-    """A module that passes ``splits``, the numbers of tokens of the experts, to its layer if there are any."""
+    """A module that passes its input and ``splits`` to a layer. For experts, ``splits`` are the numbers of tokens."""
 
     def __init__(self, layer: Any, *splits: Any) -> None:
         super().__init__()

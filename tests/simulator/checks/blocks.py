@@ -1,4 +1,4 @@
-"""Compare the block-scaled formats with TE's reference for NVFP4, with their definitions, and with cuBLAS's order."""
+"""Compare the block-scaled formats with TE's reference for NVFP4, their definitions, and cuBLAS's order of scales."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ NVFP4 = {
 
 
 def reference() -> Any:
-    """Return TE's module with the reference for NVFP4. Its name differs between versions of TE."""
+    """Return TE's module with the reference for NVFP4. The module's name differs between versions of TE."""
     for name in ("reference_nvfp4", "quantization_ref_nvfp4", "quantization_nvfp4"):
         try:
             return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
         except ModuleNotFoundError:
             continue
-    raise ModuleNotFoundError("TE's reference of NVFP4")
+    raise ModuleNotFoundError("this TE has none of the known reference modules for NVFP4")
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a bf16 tensor of this ``shape`` with values of very different sizes and a block of zeros."""
+    """Return a bf16 tensor of this ``shape`` with values of very different magnitudes and a block of zeros."""
     rows = torch.exp2(torch.arange(shape[0]) % 23 - 11.0).unsqueeze(1)
     x = gpu(*shape, dtype=torch.float32, seed=seed) * rows
     x[:32, :32] = 0
@@ -67,7 +67,7 @@ def padded(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes of the nearest finite values. Of two equally near values, take the even code."""
+    """Return the codes of the nearest finite values. If two values are equally near, return the even code."""
     codes = torch.arange(256).to(torch.uint8)
     table = codes.view(dtype).double()
     codes, table = codes[table.isfinite()], table[table.isfinite()]
@@ -135,7 +135,7 @@ def check_mxfp8_is_that_of_its_definition() -> None:
 
 def check_2d_blocks_of_mxfp8_are_those_of_their_definition() -> None:
     quantizer = MXFP8Quantizer(E4M3)
-    quantizer.with_2d_quantization = True  # since TE 2.19
+    quantizer.with_2d_quantization = True  # TE has this option since 2.19
     x = values(96, 160)
     out = tex.quantize(x, quantizer)
     data, scale = mx_by_definition(x, torch.float8_e4m3fn, height=32)
@@ -220,7 +220,7 @@ def check_scales_that_are_swizzled_at_once_are_the_same() -> None:
         out = tex.quantize(values(128, 256), quantizer)
         if isinstance(quantizer, MXFP8Quantizer):
             assert out._with_gemm_swizzled_scales
-        if out._with_gemm_swizzled_scales:  # NVFP4: TE 2.17 and later
+        if out._with_gemm_swizzled_scales:  # for NVFP4, only in TE 2.17 and later
             assert all(torch.equal(getattr(out, name), getattr(plain, name)) for name in FIELDS)
 
 
@@ -288,7 +288,7 @@ def check_a_split_is_quantized_and_multiplied_part_by_part() -> None:
         products = [gemm(weight, one, "TN")[0] for weight, one in zip(weights, singles, strict=True) if one is not None]
         assert torch.equal(out, torch.cat(products))
         for part, one in zip(parts, singles, strict=True):
-            if one is not None:  # the product of the column-wise part
+            if one is not None:  # these products read the column-wise parts
                 assert torch.equal(gemm(part, part, "NT")[0], gemm(one, one, "NT")[0])
 
 
@@ -296,7 +296,7 @@ def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are
     try:
         storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
     except ModuleNotFoundError:
-        return  # TE before 2.14
+        return  # TE before 2.14 has no grouped tensors
     splits, ones, zeros = torch.tensor([64, 128, 0]), torch.ones(3), torch.zeros(1)
     x, dy = gpu(192, 128), gpu(192, 256, seed=1)
     offsets, of_rows = tex.splits_to_offsets(splits, 128), tex.splits_to_offsets(splits, 1)
@@ -399,7 +399,7 @@ def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
     tex.quantize(gpu(128, 256, seed=2), square, weight, torch.ones(1))
     assert contents(weight) == before
     grad = tex.quantize(gpu(64, 128, seed=3), lines)
-    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # runs TE's Python
+    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # TE's Python
     close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
     close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
     close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)

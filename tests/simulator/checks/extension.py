@@ -39,7 +39,7 @@ def gemm(a: Any, b: Any, layout: str, **options: Any) -> Any:
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-2) -> None:
     assert found.shape == wanted.shape
     difference = (found.double() - wanted.double()).norm() / wanted.double().norm()
-    assert difference < tolerance, f"relative difference {difference:.2e}"
+    assert difference < tolerance, f"the relative error is {difference:.2e}"
 
 
 def check_delayed_scaling_rounds_as_torch_does() -> None:
@@ -84,7 +84,7 @@ def check_the_flag_skips_the_update() -> None:
     for quantizer in (delayed(2.0), Float8CurrentScalingQuantizer(E4M3, "cuda")):
         out = tex.quantize(gpu(8, 8), quantizer)
         before = [part.clone() for part in (out._data, out._transpose, out._scale_inv)]
-        amax = getattr(quantizer, "amax", torch.zeros(1)).clone()  # newer TE: no amax in current scaling
+        amax = getattr(quantizer, "amax", torch.zeros(1)).clone()  # newer TE has no amax in current scaling
         flag.fill_(1.0)
         tex.quantize(gpu(8, 8, seed=1) * 9, quantizer, out, flag)
         assert all(torch.equal(*pair) for pair in zip(before, (out._data, out._transpose, out._scale_inv), strict=True))
@@ -343,7 +343,7 @@ def check_adam_of_fp8_weights_quantizes_the_new_ones() -> None:
     weight.grad = gpu(32, 32)
     adam.step()
     master = adam.state[weight]["master_param"]
-    close(master, before - 0.5 * weight.grad.float().sign(), 1e-3)  # the first step of Adam
+    close(master, before - 0.5 * weight.grad.float().sign(), 1e-3)  # Adam's first step
     assert torch.equal(weight._data, (8 * master).to(torch.float8_e4m3fn).view(torch.uint8))
     assert torch.equal(weight._quantizer.amax, torch.maximum(amax, master.abs().amax()).reshape(amax.shape))
     assert weight._scale_inv.item() == 1 / 8

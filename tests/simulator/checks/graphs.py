@@ -1,4 +1,4 @@
-"""Check that a CUDA graph behaves as on a GPU."""
+"""Check that CUDA graphs of the simulator behave as on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def capture(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a graph of the operations of ``function``, and its result."""
+    """Return a graph of the operations of ``function``, and the result of ``function`` in the capture."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = function()
@@ -196,7 +196,7 @@ def check_small_and_large_blocks_are_kept_apart() -> None:
 
     graph, (first, large, second, huge) = capture(lambda: blocks(0.5, 4, 1, 17))
     assert torch.cuda.memory_reserved() - reserved == (2 + 20 + 18) * mib
-    assert torch.cuda.memory_allocated() - allocated == 23.5 * mib  # the MiB next to the 17 is not a separate block
+    assert torch.cuda.memory_allocated() - allocated == 23.5 * mib  # 17 MiB take the whole segment of 18 MiB
     assert second.data_ptr() - first.data_ptr() == mib / 2
     del large, huge
     _, (again,) = capture(lambda: blocks(0.25), graph.pool())
@@ -209,7 +209,7 @@ def check_replay_and_pool_need_a_capture() -> None:
         graph.replay()
     with pytest.raises(RuntimeError, match="CUDAGraph::pool without a preceding successful capture"):
         graph.pool()
-    with pytest.raises(RuntimeError, match="capture_end without"):
+    with pytest.raises(RuntimeError, match="capture_end was called without"):
         graph.capture_end()
 
 

@@ -1,8 +1,9 @@
 """A stand-in for TE's C extension ``transformer_engine_torch``, with the functions that TE's linear modules call.
 
-Like TE's functions, the functions here allocate their results and launch a kernel. The kernels compute on the CPU. FP8
-has the rounding of torch's float8 types. Matrix products are in float64, so that the order of summation does not matter
-and a replay gives the bits of the eager run. A missing name can be imported and read, but calling it raises an error.
+Like TE's functions, the functions here allocate their results and launch a kernel. The kernels compute on the CPU. They
+round FP8 values as torch's float8 types do. Matrix products are summed in float64, so the order of summation does not
+matter, and a replay is bit-identical to the eager run. A missing name can be imported and read, but calling it raises
+an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PARTS = (activation, blocks, enums, gemm, general, grouped, normalization, opti
 
 
 def install():
-    """Install the stand-in under the name of TE's extension, and stop TE from searching for the real one."""
+    """Install the stand-in under the name of TE's extension, and stop TE from searching for the real extension."""
     module = ModuleType(MODULE, __doc__)
     for part in _PARTS:
         for name in part.__all__:
@@ -29,7 +30,7 @@ def install():
     sys.modules[MODULE] = module
     common = sys.modules.get("transformer_engine.common")
     if common is not None:
-        raise RuntimeError("tests.simulator.install() comes too late: transformer_engine is already imported")
+        raise RuntimeError("tests.simulator.install() comes too late, because transformer_engine is already imported")
     sys.meta_path.insert(0, _CommonFinder())
 
 
@@ -50,13 +51,13 @@ class _Missing(type):
     def __init__(cls, *args):
         super().__init__(*args)
         cls._number = next(_Missing._numbers)
-        cls.__members__: dict[str, _Missing] = {}  # the values of an enumeration that TE has read
+        cls.__members__: dict[str, _Missing] = {}  # if the name is an enumeration, its values that TE has read
 
     def __int__(cls):
         return cls._number
 
     def __call__(cls, *args, **kwargs):
-        raise NotImplementedError(f"simulator: {MODULE}.{cls.__name__} is not implemented")
+        raise NotImplementedError(f"{MODULE}.{cls.__name__} is not implemented by the simulator")
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -68,7 +69,7 @@ class _Missing(type):
 
 
 class _CommonFinder(importlib.abc.MetaPathFinder):
-    """Replaces ``load_framework_extension`` in ``transformer_engine.common`` after the execution of that module."""
+    """A finder that replaces ``load_framework_extension`` of ``transformer_engine.common`` once this module has run."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname != "transformer_engine.common":

@@ -6,7 +6,7 @@ transposed. Scales of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GE
 Scales of block-scaled FP8 are stored in the order that cuBLAS reads on Hopper. On Blackwell, a GEMM converts them to
 scales of MXFP8.
 
-The C++ of TE has the same rules, in the version whose Python is installed.
+These rules are the same as in TE's C++ of the version whose Python is installed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _KNOWN = {
     "amax_reduction_group", "with_2d_quantization", "stochastic_rounding", "rht_matrix",
     "rht_matrix_random_sign_mask_t", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
 }  # fmt: skip
-"""The attributes of quantizers that are simulated."""
+"""The attributes of quantizers that the simulator supports."""
 
 
 class Part(NamedTuple):
-    """The row-wise or the column-wise half of a tensor. ``dtype`` is the type of FP8 data, and ``amax`` is for NVFP4.
+    """The row-wise or the column-wise half of a tensor. ``dtype`` is the type of FP8 data. Only NVFP4 has an ``amax``.
 
     - ``upright``: data have the tensor's layout although blocks lie along columns (column-wise MXFP8)
     - ``swizzled``: scales lie in the order of a GEMM
@@ -67,7 +67,7 @@ class Part(NamedTuple):
         return data.t() if self.upright else data
 
     def scales(self):
-        """Return the scales without padding, in a row for each line of blocks. Unswizzled scales are a view."""
+        """Return the scales without padding, one row for each line of blocks. Unswizzled scales are a view."""
         lines, columns = self.lines().shape
         if self.kind == TILED:
             scale = self.scale if self.height > 1 else self.scale.t()
@@ -98,7 +98,7 @@ class Part(NamedTuple):
             self.scales().copy_(scale)
 
     def padded_and_swizzled(self, scale):
-        """Return the scales of this part in the order of a GEMM, padded with zeros."""
+        """Return ``scale`` in the order of a GEMM, padded with zeros to the size of this part's scales."""
         padded = torch.zeros_like(self.scale.t() if self.upright else self.scale)
         padded[: scale.shape[0], : scale.shape[1]] = scale
         return formats.swizzle(padded).view(self.scale.shape)
@@ -115,7 +115,7 @@ def kind_of(value):
 
 def shape_of(tensor):
     """Return the shape of any tensor, quantized or not."""
-    if getattr(tensor, "_data", tensor) is None:  # for such a tensor, size() is correct only in two dimensions
+    if getattr(tensor, "_data", tensor) is None:  # without `_data`, size() is correct only for matrices
         first, *rest = tensor._transpose.shape
         return [*rest, first]
     if not is_block_scaled(tensor) or kind_of(tensor) == MX:
@@ -138,7 +138,10 @@ def empty(quantizer, shape, dtype):
 
 
 def empty_parts(quantizers, shapes, dtype):
-    """Return tensors for the parts of a split, with one buffer for all row-wise and one for all column-wise fields."""
+    """Return uninitialized tensors for the parts of a split.
+
+    One buffer contains the row-wise fields of all tensors, and a second buffer contains the column-wise fields.
+    """
     parts: list[dict[str, Any]] = [{} for _ in quantizers]
     for columnwise, wanted in usages_of(quantizers[0]):
         wished = [fields_of(quantizer, shape, columnwise) for quantizer, shape in zip(quantizers, shapes, strict=True)]
@@ -159,7 +162,7 @@ def empty_parts(quantizers, shapes, dtype):
 
 
 def match_usage(output, quantizer):
-    """Add the parts that the quantizer requests to a tensor, and remove all others."""
+    """Allocate the parts that ``quantizer`` requests and ``output`` lacks. Remove all parts that are not requested."""
     shape = shape_of(output)
     for columnwise, wanted in usages_of(quantizer):
         for name, size, kind in fields_of(quantizer, shape, columnwise):
@@ -173,7 +176,10 @@ def match_usage(output, quantizer):
 
 
 def cast(tensor, quantizer, output, noop):
-    """Quantize into ``output``, which has the parts that the quantizer requests. If ``noop`` is 1, do nothing."""
+    """Quantize ``tensor`` into ``output``, which has the parts that the quantizer requests.
+
+    If ``noop`` is 1, ``output`` does not change, except for the amaxes of NVFP4 with RHT.
+    """
     refuse(quantizer)
     parts = [_part(output, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     writes = [field for part in parts for field in part if isinstance(field, torch.Tensor)]
@@ -198,12 +204,12 @@ def cast(tensor, quantizer, output, noop):
         fused = _sm_100_to_110() and rows % 64 == 0 and columns % 128 == 0
         states = random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
         if quantizer.columnwise_usage and not fused:
-            torch.empty([columns, rows], dtype=tensor.dtype)  # the transformed input, between two kernels
+            torch.empty([columns, rows], dtype=tensor.dtype)  # memory for the transformed input, between two kernels
         launch(cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
 
 
 def swizzle_after_quantize(tensor, quantizer):
-    """Swizzle the scales into new memory, as ``tex.quantize`` does from TE 2.17 on, even if the no-op flag is set."""
+    """From TE 2.17 on, swizzle scales into new memory if ``quantizer`` requests it, even if the no-op flag is set."""
     if _swizzles_after() and quantizer.optimize_for_gemm:
         swizzle_scales_for_gemm_(tensor)
 
@@ -260,14 +266,14 @@ def for_gemm(operands):
 def operand(tensor, columnwise):
     """Return the part of ``tensor`` that a GEMM reads."""
     if getattr(tensor, f"_{_side(columnwise)}_data") is None:
-        raise RuntimeError(f"simulator: the GEMM needs {_side(columnwise)} data, which the tensor does not have")
+        raise RuntimeError(f"the GEMM needs {_side(columnwise)} data, which the tensor does not have")
     return _part(tensor, columnwise)
 
 
 def dequantize(tensor, dtype):
-    """Return the values of a block-scaled tensor in a wider type."""
+    """Return the values of a block-scaled tensor as a tensor of dtype ``dtype``."""
     if tensor._rowwise_data is None and kind_of(tensor) != MX:
-        raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
+        raise RuntimeError("the simulator cannot dequantize a tensor without row-wise data")
     result = torch.empty(shape_of(tensor), dtype=dtype)
     launch(_dequantize, [result], result, _part(tensor, tensor._rowwise_data is None))
     return result
@@ -365,22 +371,22 @@ def _construct(quantizer, shape, dtype, fields, swizzled, internal):
 
 
 def refuse(quantizer):
-    """Raise NotImplementedError for options that change numbers but are not simulated, or belong to a later TE."""
+    """Raise NotImplementedError if ``quantizer`` uses an option that the simulator does not support."""
     for name in sorted(vars(quantizer).keys() - _KNOWN):
         if getattr(quantizer, name):
-            raise NotImplementedError(f"simulator: {type(quantizer).__name__} with {name}")
+            raise NotImplementedError(f"the simulator does not support {type(quantizer).__name__} with {name}")
     if getattr(quantizer, "with_amax_reduction", False) and torch.distributed.is_initialized():
-        raise NotImplementedError("simulator: quantize with an amax reduction over a process group")
+        raise NotImplementedError("the simulator does not support quantize with an amax reduction over ranks")
 
 
 def random_states(number):
-    """Return a tensor with a seed for each of ``number`` kernels. The default generator draws it at each replay."""
+    """Return a tensor with a seed for each of ``number`` kernels. Each replay draws new seeds."""
     states = torch.empty(number, 2, dtype=torch.int64)
     launch(_draw, [states], states)
     return states
 
 
-# Changes of TE's C++, recognized by changes of its Python in the same version.
+# The next functions recognize changes of TE's C++ by changes of TE's Python in the same version.
 
 
 @functools.cache
@@ -470,7 +476,7 @@ def _convert_scales(scale, part):
 
 
 def cast_nv(tensor, parts, height, rht, states, noop):
-    """Quantize blocks of ``height`` rows. The matrix ``rht`` transforms columns; ``states`` seed the rounding."""
+    """Quantize blocks of ``height`` rows. The matrix ``rht`` transforms columns, and ``states`` seed the rounding."""
     if skipped(noop) and rht is None:
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])
@@ -479,7 +485,7 @@ def cast_nv(tensor, parts, height, rht, states, noop):
         values = rows.t() if part.columnwise else rows
         if part.columnwise and rht is not None:
             values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
-        part.amax.copy_(formats.largest(values, 0, 1))  # the kernel of the RHT ignores the no-op flag
+        part.amax.copy_(formats.largest(values, 0, 1))  # TE's RHT kernel ignores the no-op flag
         if skipped(noop):
             continue
         random = None

@@ -66,5 +66,5 @@ _TORCH = {
 
 
 def torch_dtype(dtype):
-    """Return the torch type of a TE type (of the extension's enumeration or of TE's own), or the torch type itself."""
+    """Return the torch dtype for ``dtype``: a type of the extension, a type of TE's Python, or a torch dtype."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH[DType(int(dtype))]

@@ -1,4 +1,4 @@
-"""The arithmetic of the block-scaled formats, from values to codes and scales and back. Blocks are along rows here.
+"""The arithmetic of the block-scaled formats: encoding and decoding. In this module, blocks lie along rows.
 
 - MXFP8 (OCP Microscaling Formats 1.0): FP8 codes, and an E8M0 scale (a power of two) for each block of 32 or 32 x 32
 - NVFP4: E2M1 codes, two in a byte, an E4M3 scale for each block of 16 or 16 x 16, and an FP32 scale for the tensor
@@ -25,9 +25,9 @@ def largest(values, *dims):
 
 
 def encode_mxfp8(values, dtype, height):
-    """Return codes and scales of blocks of ``height`` rows. A scale is the smallest power of two without an overflow.
+    """Return codes and scales of blocks of ``height`` rows. Each row of a block has a copy of the block's scale.
 
-    Each row of a block has a copy of its scale.
+    A scale is the smallest power of two that avoids an overflow.
     """
     blocks = values.reshape(len(values), -1, MX_BLOCK)
     limit = torch.finfo(dtype).max
@@ -54,7 +54,10 @@ def power_of_two(biased):
 
 
 def encode_nvfp4(values, amax, height, random):
-    """Return packed codes and scales of blocks of ``height`` rows. Numbers in ``random`` round stochastically."""
+    """Return the packed codes and the scales of blocks of ``height`` rows.
+
+    If ``random`` is not None, its numbers decide how the values are rounded (stochastic rounding).
+    """
     lines, columns = len(values), values.shape[1] // NV_BLOCK
     encode = torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
     encode = encode.masked_fill((amax == 0) | (encode == 0), 1.0)
@@ -105,7 +108,7 @@ def tiles(length):
 
 
 def swizzle(scale):
-    """Return ``scale``, whose shape is a multiple of 128 x 4, in the order that cuBLAS reads. The shape stays."""
+    """Return ``scale`` in the order that cuBLAS reads, in the same shape, which is a multiple of 128 x 4."""
     high, wide = scale.shape
     return scale.reshape(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
@@ -118,14 +121,14 @@ def unswizzle(scale):
 
 @functools.cache
 def _divides_by_six():
-    """Return whether TE divides by 6, which rounds the scale of a block once more (before 2.14)."""
+    """Return whether TE divides by 6, as before TE 2.14. The division rounds the scale of a block once more."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})
 
 
 def _e2m1(values, random):
-    """Return the codes of the nearest values (ties to even, at most 6), or of a ``random`` neighbor."""
+    """Return the E2M1 codes of ``values``, rounded to nearest (ties to even) or, with ``random``, stochastically."""
     size = values.abs().clamp(max=LARGEST_E2M1)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     quotient = size / step

@@ -22,16 +22,20 @@ def generic_gemm(
     accumulate, use_split_accumulator, comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False,
     alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Return ``op(B) @ op(A)`` in the order of memory, as cuBLAS does, the bias gradient, and the input of GELU."""
+    """Return the product ``op(B) @ op(A)``, the bias gradient, the input of GELU, and ``extra_output``.
+
+    Each of the last three may be None. ``A`` comes first because the matrices are stored by rows, and cuBLAS reads them
+    by columns.
+    """
     if comm_overlap is not None:
-        raise NotImplementedError("simulator: generic_gemm with communication overlap")
+        raise NotImplementedError("the simulator does not support generic_gemm with communication overlap")
     if accumulate and beta not in (None, 1.0):
-        raise NotImplementedError(f"simulator: generic_gemm with beta={beta}")
+        raise NotImplementedError(f"the simulator does not support generic_gemm with beta={beta}")
     left, right, shape = _operands(A, transa, B, transb)
     dtype = torch_dtype(out_dtype) if out_dtype is not None else (D if D is not None else B).dtype
     out = torch.empty(shape, dtype=dtype) if D is None else D
     if out.numel() != math.prod(shape):
-        raise RuntimeError(f"simulator: generic_gemm: output of shape {tuple(out.shape)} for a product of {shape}")
+        raise RuntimeError(f"the output of shape {tuple(out.shape)} does not fit the product of shape {shape}")
     bias_grad = torch.empty(B.shape[-1], dtype=torch_dtype(bias_type)) if grad and bias is not None else None
     if gelu and not grad:
         gelu_in = torch.empty(shape, dtype=torch_dtype(bias_type))
@@ -46,9 +50,12 @@ def te_general_grouped_gemm(
     A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspaces,
     workspace_size, accumulate, use_split_accumulator, math_sm_count,
 ):  # fmt: skip
-    """Compute a product for each pair of ``A`` and ``B``, into the outputs or the rows of one. Return ``bias``."""
+    """Write the product of each pair of ``A`` and ``B`` to an output in ``D`` or to rows of ``D[0]``.
+
+    Return ``bias``, which contains the bias gradients if ``grad`` is True.
+    """
     if D is None:
-        raise NotImplementedError("simulator: te_general_grouped_gemm without outputs")
+        raise NotImplementedError("the simulator does not support te_general_grouped_gemm without outputs")
     factors = [_operands(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
     full = [one for one in factors if one[0].operand.data.numel() and one[1].operand.data.numel()]
     rights = iter(_for_gemm([right for _, right, _ in full]))
@@ -63,7 +70,7 @@ def te_general_grouped_gemm(
             out = D[index]
         gelu_in = pre_gelu_out[index] if pre_gelu_out[index].numel() else None
         its_bias = bias[index] if bias[index].numel() else None
-        if not left.operand.data.numel() or not right.operand.data.numel():  # without tokens, there are no scales
+        if not left.operand.data.numel() or not right.operand.data.numel():  # without tokens, an operand has no scales
             if not accumulate:
                 out.zero_()
             if grad and its_bias is not None:
@@ -74,7 +81,7 @@ def te_general_grouped_gemm(
 
 
 class Operand(NamedTuple):
-    """One side of a product: its data, whether they are a transpose (``columns_first``), their dtype and scale."""
+    """One side of a product. If ``columns_first``, the data are a transpose. Unquantized data have no ``scale_inv``."""
 
     data: torch.Tensor
     columns_first: bool
@@ -82,7 +89,7 @@ class Operand(NamedTuple):
     scale_inv: torch.Tensor | None
 
     def matrix(self):
-        """Return the values in float64, without the scale."""
+        """Return the values as a matrix in float64, without the scale."""
         if self.columns_first:  # the quantization has transposed the tensor
             stored = self.data.reshape(self.data.shape[0], -1).t()
         else:
@@ -97,26 +104,29 @@ class Factor(NamedTuple):
     transposed: bool
 
     def matrix(self):
-        """Return the values in float64, without the scale."""
+        """Return the values as a matrix in float64, without the scale."""
         values = self.operand.matrix()
         return values.t() if self.transposed else values
 
 
 def operand_of(tensor, columnwise):
-    """Return the data that a GEMM reads. On Hopper, a GEMM reads a transposed FP8 tensor from column-wise data."""
+    """Return the `Operand` or `Part` that a GEMM reads.
+
+    On Hopper, a GEMM reads a transposed FP8 tensor from column-wise data.
+    """
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)
     if not hasattr(tensor, "_scale_inv"):
         if not isinstance(tensor, torch.Tensor):
-            raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
+            raise NotImplementedError(f"the simulator does not support a GEMM of {type(tensor).__name__}")
         return Operand(tensor, False, tensor.dtype, None)
     if not hasattr(tensor, "_transpose_invalid"):
-        raise NotImplementedError(f"simulator: GEMM of {type(tensor).__name__}")
+        raise NotImplementedError(f"the simulator does not support a GEMM of {type(tensor).__name__}")
     columnwise = columnwise and not any_fp8_layout()
     data = tensor._transpose if columnwise else tensor._data
     if data is None or (columnwise and tensor._transpose_invalid):
         kind = "column-wise" if columnwise else "row-wise"
-        raise RuntimeError(f"simulator: the GEMM needs {kind} FP8 data, which the tensor does not have")
+        raise RuntimeError(f"the GEMM needs {kind} FP8 data, which the tensor does not have")
     return Operand(data, columnwise, torch_dtype(tensor._fp8_dtype), tensor._scale_inv)
 
 
@@ -143,7 +153,7 @@ def _launch(left, right, out, alpha, bias, grad, gelu_in, accumulate):
 
 
 def gemm(left, right, out, alpha, bias, grad, gelu_in, accumulate):
-    """Run the kernel. Sums are in float64 and rounded once, so their order does not matter."""
+    """Run the kernel. Sums are in float64 and rounded once, so the order of summation does not matter."""
     rows = left.matrix()
     product = (rows @ right.matrix()) * alpha
     for factor in (left, right):

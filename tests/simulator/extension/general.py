@@ -1,4 +1,4 @@
-"""Functions of the extension that describe it and the machine, and small helpers for plain tensors."""
+"""Functions of the extension that return version numbers or the number of streams, or copy groups of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def get_cublasLt_version():
 
 
 def get_cudnn_version():
-    """Return the version of cuDNN 9.14."""
+    """Return 91400, the version number of cuDNN 9.14."""
     return 91400
 
 
@@ -30,7 +30,7 @@ def get_num_cublas_streams():
 
 
 def fused_multi_row_padding(tensor, out, rows, padded_rows):
-    """Copy each group of rows to the start of a larger group in ``out``, and fill the rest with zeros."""
+    """Copy each group of rows to the start of a larger group in ``out``, whose other rows are filled with zeros."""
     launch(_copy_groups, [out], out, tensor, list(rows), list(padded_rows))
 
 

@@ -47,7 +47,7 @@ CURRENT = "Float8CurrentScalingQuantizer"
 
 
 def get_grouped_gemm_setup_workspace_size(number):
-    """Return the size in bytes of the pointers of ``number`` products."""
+    """Return the number of bytes that the pointers of ``number`` products need."""
     return 128 * number
 
 
@@ -59,7 +59,7 @@ def splits_to_offsets(splits, stride):
 
 
 def splits_to_offsets_multi(splits, device, *, strides, include_leading_zero, dtypes, bulk_allocate):
-    """Return the splits as int64 on the GPU, then offsets for each stride, with the leading 0 if it is requested."""
+    """Return the splits as int64 on the GPU, and a list of offsets for each stride, with a leading 0 if requested."""
     splits = splits.to(device=device, dtype=torch.int64)
     found = []
     for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
@@ -74,14 +74,16 @@ def group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=None):
     if kind == CURRENT and any_fp8_layout() and first_dims is not None:
         return _quantize_per_tensor(tensor, quantizer, number, first_dims, tensor_offsets)
     if kind not in (MX, NV):
-        raise NotImplementedError(f"simulator: group_quantize with {type(quantizer).__name__}")
+        raise NotImplementedError(f"the simulator does not support group_quantize with {type(quantizer).__name__}")
     refuse(quantizer)
     if (
         first_dims is None
         or (kind == NV and not quantizer.with_rht)
         or getattr(quantizer, "with_2d_quantization", False)
     ):
-        raise NotImplementedError("simulator: group_quantize into equal parts or 2D blocks, or to NVFP4 without RHT")
+        raise NotImplementedError(
+            "the simulator does not support group_quantize into equal parts or 2D blocks, or to NVFP4 without RHT"
+        )
     grouped = _empty(tensor, quantizer, number, first_dims, tensor_offsets)
     sides = [_side(grouped, columnwise) for columnwise, wanted in usages_of(quantizer) if wanted]
     states = random_states(len(sides)) if getattr(quantizer, "stochastic_rounding", False) else None
@@ -102,7 +104,9 @@ def te_general_grouped_gemm_for_discrete_in(
 ):
     """Multiply each group of rows of ``B`` by a matrix of ``A``, into the same rows of ``D``. Return ``D``."""
     if transb or bias_scale is not None:
-        raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_in with transb or bias_scale")
+        raise NotImplementedError(
+            "the simulator does not support te_general_grouped_gemm_for_discrete_in with transb or bias_scale"
+        )
     matrices = for_gemm([operand_of(one, not transa) for one in A])
     biases = None if bias is None else bias.rowwise_data.view(len(A), -1)
     out = D.rowwise_data.view(D.logical_shape)
@@ -113,9 +117,11 @@ def te_general_grouped_gemm_for_discrete_in(
 def te_general_grouped_gemm_for_discrete_out(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply the transpose of each group of ``B`` by this group of ``A``, into a matrix of ``D``. Return ``D``."""
+    """Multiply each transposed group of ``B`` by the same group of ``A``, into a matrix of ``D``. Return ``D``."""
     if transa or not transb or bias is not None or bias_scale is not None:
-        raise NotImplementedError("simulator: te_general_grouped_gemm_for_discrete_out other than NT, or with a bias")
+        raise NotImplementedError(
+            "the simulator supports te_general_grouped_gemm_for_discrete_out only with the layout NT and no bias"
+        )
     launch(_multiply_each, list(D), list(D), _side(B, True), _side(A, True), B.first_dims, alpha, beta)
     return D
 
@@ -132,7 +138,7 @@ class _Side(NamedTuple):
     columns: int
 
     def groups(self, first_dims):
-        """Yield each group as a part or operand, or None for a group without rows."""
+        """Yield each group as a `Part` or `Operand`, or None for a group without rows."""
         at = scale_at = 0
         for number, rows in enumerate(_numbers(first_dims)):
             if not is_block_scaled(self.quantizer):
@@ -164,9 +170,7 @@ def _side(grouped, columnwise):
     side = "columnwise_" if columnwise and is_block_scaled(grouped.quantizer) else ""
     data = grouped.columnwise_data if side else grouped.rowwise_data
     if data is None:
-        raise RuntimeError(
-            f"simulator: the grouped GEMM needs {side or 'rowwise_'}data, which the tensor does not have"
-        )
+        raise RuntimeError(f"the grouped GEMM needs {side or 'rowwise_'}data, which the tensor does not have")
     return _Side(
         grouped.quantizer,
         data,
@@ -212,7 +216,7 @@ def _construct(tensor, quantizer, number, first_dims, offsets, fields):
 
 
 def _most_scales(rows, columns, number, block, columnwise):
-    """Return the largest number of bytes of padded scales, over all splits of the rows."""
+    """Return the number of bytes that padded scales need at most, over all splits of the rows."""
     if columnwise:
         return 128 * tiles(columns) * (rows // block + 3 * number)
     return (rows + 127 * number) * -(-(columns // block) // 4) * 4

@@ -14,9 +14,10 @@ ADAMW = 1
 
 
 def multi_tensor_adam(chunk, noop, lists, *options):
-    """Run one step of Adam. ``lists`` contain gradients, weights, both moments and, for master weights, FP32 weights.
+    """Run one step of Adam. ``lists`` contain gradients, weights, both moments and, if any, the FP32 master weights.
 
-    ``options`` are learning rate, both betas, epsilon, step, mode, whether to correct the bias, and weight decay.
+    ``options`` are the learning rate, both betas, epsilon, the step, the mode, whether to correct the bias, and the
+    weight decay.
     """
     for grad, weight, *rest in zip(*lists, strict=True):
         _plain(weight)
@@ -24,9 +25,9 @@ def multi_tensor_adam(chunk, noop, lists, *options):
 
 
 def multi_tensor_adam_fp8(chunk, noop, lists, *options):
-    """Run `multi_tensor_adam` for FP8 weights: the FP32 weights are followed by scales, amaxes and inverse scales.
+    """Run one step of Adam on FP8 weights. In ``lists``, scales, amaxes and inverse scales follow the master weights.
 
-    ``options`` end with the type of the weights.
+    ``options`` are as in `multi_tensor_adam`, followed by the type of the FP8 weights.
     """
     for grad, weight, first, second, master, scale, amax, scale_inv in zip(*lists, strict=True):
         rest = [first, second, master]
@@ -39,7 +40,7 @@ def multi_tensor_adam_fp8(chunk, noop, lists, *options):
 
 def _plain(weight):
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        raise RuntimeError(f"multi_tensor_adam takes no {type(weight).__name__}")
+        raise RuntimeError(f"multi_tensor_adam does not support weights of type {type(weight).__name__}")
 
 
 def _adam(noop, grad, weight, rest, options):

@@ -1,4 +1,4 @@
-"""Quantization of every kind, and per-tensor FP8: delayed and current scaling, amax histories and scales."""
+"""The quantization functions for all formats, and the kernels of per-tensor FP8 (delayed and current scaling)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def cast(tensor, quantizer, output=None, noop=None):
-    """Return the quantized tensor as in other functions of the extension, or the tensor if ``quantizer`` is None."""
+    """Quantize like `quantize`, but do not swizzle the scales. If ``quantizer`` is None, return ``tensor``."""
     if quantizer is None:
         return tensor
     kind = _kind(quantizer)
@@ -75,7 +75,7 @@ def cast(tensor, quantizer, output=None, noop=None):
 
 
 def split_quantize(tensor, split_sizes, quantizers, disable_bulk_allocation=False):
-    """Split ``tensor`` into groups of consecutive rows, and return each group, quantized with its own quantizer."""
+    """Return a list of groups of consecutive rows of ``tensor``, each quantized with its own quantizer."""
     parts = torch.split(tensor, list(split_sizes))
     if disable_bulk_allocation or len({type(one) for one in quantizers}) != 1 or not is_block_scaled(quantizers[0]):
         return multi_tensor_quantize(parts, quantizers)
@@ -99,20 +99,20 @@ def bgrad_quantize(grad_output, quantizer):
 
 
 def dequantize(tensor, dtype):
-    """Return the values of a quantized tensor in a wider type."""
+    """Return the values of a quantized tensor as a tensor of dtype ``dtype``."""
     if is_block_scaled(tensor):
         return blocks.dequantize(tensor, torch_dtype(dtype))
     if not hasattr(tensor, "_scale_inv"):
-        raise NotImplementedError(f"simulator: transformer_engine_torch.dequantize of {type(tensor).__name__}")
+        raise NotImplementedError(f"the simulator does not support dequantize of {type(tensor).__name__}")
     if tensor._data is None:
-        raise RuntimeError("simulator: dequantize: the tensor has no row-wise data")
+        raise RuntimeError("the simulator cannot dequantize a tensor without row-wise data")
     result = torch.empty(tensor._data.shape, dtype=torch_dtype(dtype))
     launch(_dequantize, [result], result, tensor._data, tensor._scale_inv, torch_dtype(tensor._fp8_dtype))
     return result
 
 
 def fp8_transpose(data, dtype, *, out=None):
-    """Return the transpose of FP8 data, as a matrix: all dimensions but the last are joined before."""
+    """Return FP8 data as a tensor whose first dimension is the last dimension of ``data``."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
     launch(_transpose, [out], out, data)
@@ -132,10 +132,10 @@ def compute_amax(tensor, amax):
 def fused_amax_and_scale_update_after_reduction(reduced_amaxes, amax_histories, scales, algorithm, fp8_dtype, margin):
     """Shift every amax history by one step, and compute the scales of the next step from the histories.
 
-    As in TE's kernel, a history and its scale do not change without a new amax.
+    As in TE's kernel, a history and its scale do not change if there is no new amax.
     """
     if algorithm not in ("max", "most_recent"):
-        raise NotImplementedError(f"simulator: amax algorithm {algorithm!r}")
+        raise NotImplementedError(f"the simulator does not support the amax algorithm {algorithm!r}")
     largest = torch.finfo(torch_dtype(fp8_dtype)).max * 2.0**-margin
     position = 0
     for history, scale in zip(amax_histories, scales, strict=True):
@@ -145,7 +145,7 @@ def fused_amax_and_scale_update_after_reduction(reduced_amaxes, amax_histories, 
 
 
 def multi_tensor_scale(chunk, noop, lists, scale):
-    """Multiply every tensor of the first list by ``scale``, and store it in the tensor of the second list."""
+    """Multiply every tensor of the first list by ``scale``, and store the product in the tensor of the second list."""
     for source, target in zip(*lists, strict=True):
         launch(_multiply, [target], target, source, scale)
 
@@ -162,7 +162,7 @@ def _kind(quantizer):
     if is_block_scaled(quantizer):
         return "blocks"
     if name not in kinds:
-        raise NotImplementedError(f"simulator: quantization with {name}")
+        raise NotImplementedError(f"the simulator does not support quantization with {name}")
     return kinds[name]
 
 
@@ -194,12 +194,12 @@ def _empty(quantizer, shape, dtype):
 
 
 def _match_usage(output, quantizer):
-    """Add the representations that the quantizer requests to a tensor, and remove all others."""
+    """Allocate the representations that ``quantizer`` requests and ``output`` lacks, and remove all others."""
     if is_block_scaled(quantizer):
         blocks.match_usage(output, quantizer)
         return
     if not hasattr(output, "_transpose_invalid"):
-        raise NotImplementedError(f"simulator: quantization into {type(output).__name__}")
+        raise NotImplementedError(f"the simulator does not support quantization into {type(output).__name__}")
     shape = list(output.size())
     rowwise, transposed = _needs(quantizer)
     if not rowwise:
