@@ -342,11 +342,11 @@ def compare(options: argparse.Namespace) -> int:
     raising = [line for line in lines if line["with the fixes"] in ("raises", "crash")]
     refusals = "|".join(REFUSED)
     seeds = {
-        "raises where TE alone is right": [line["seed"] for line in raising if line["verdict"] == "equal"],
+        "raises although TE alone is correct": [line["seed"] for line in raising if line["verdict"] == "equal"],
         "raises an error that is not documented": [
             line["seed"] for line in raising if not re.search(refusals, line["why"])
         ],
-        "silently wrong": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
+        "wrong without an error": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
     }
     total |= seeds | {
         "regressions": sum(map(bool, map(more_than_costs, lines))),

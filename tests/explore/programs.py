@@ -62,10 +62,10 @@ RULES: dict[str, Callable[[Program], Any]] = {
     ),
     "sends need an order, because other replays overwrite the sent gradient": lambda p: p.order or not p.sends,
     "attention cannot delay wgrads": lambda p: not (p.delay and {*ATTENTION} & {*p.modules}),
-    "normalization computes a new weight for each forward, so no wgrad can be delivered later": lambda p: (
+    "weight normalization computes a new weight for each forward, so no wgrad can be delivered later": lambda p: (
         "normed" not in p.modules or not (p.fused or p.fp8_params or p.delay)
     ),
-    "a layer with a graph inside is called like other layers": lambda p: (
+    "if only a projection inside a layer is captured, no feature may need a graph of the whole layer": lambda p: (
         not p.inside
         or not (
             (p.order or p.together or p.delay or p.inference or p.checkpoints or p.in_bf16 or p.weights != "plain")
@@ -76,11 +76,13 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "eager backward_dw() loses the wgrads of FP8 weights that compute without FP8": lambda p: (
         not (p.delay and p.fp8_params and (p.recipe == "bf16" or "KeptInBf16" in p.modules))
     ),
-    "a single capture includes all layers": lambda p: not ((p.order or p.together) and p.not_captured),
-    "each entry of a wgrad needs a module that delays it": lambda p: (
+    "a capture in one call includes all layers": lambda p: not ((p.order or p.together) and p.not_captured),
+    "each wgrad entry of an order needs a module that delays its wgrad": lambda p: (
         not any(each % 1 for each in p.order) or (p.delay and not {*OPERATIONS, *OTHERS} & {*p.modules})
     ),
-    "an extra layer of torch passes no marks": lambda p: not (p.first == "plain" and p.weights == "cached"),
+    "an extra layer of torch accepts no is_first_microbatch": lambda p: (
+        not (p.first == "plain" and p.weights == "cached")
+    ),
     "FP8 weights cannot change their recipe": lambda p: (
         not p.fp8_params
         or (
@@ -88,10 +90,10 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.in_bf16 or p.calibrating or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
         )
     ),
-    "a capture creates FP8 state, but eager training creates it in its first forward": lambda p: (
+    "eager training creates FP8 state only in its first forward, so a program in FP8 begins with a step": lambda p: (
         p.recipe == "bf16" or p.events[:1] in {(each,) for each in EVENTS[:4]}
     ),
-    "reseeding needs a tracker": lambda p: p.tracker or "reseed_tracker" not in p.events,
+    "reseeding needs an RNG tracker": lambda p: p.tracker or "reseed_tracker" not in p.events,
     "a frozen module with delayed wgrads fails in eager training too": lambda p: (
         not p.delay or not (p.frozen or "freeze" in p.events)
     ),
@@ -136,7 +138,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "only tensors can be shared static inputs, because TE reads their shapes": lambda p: (
         "Structured" not in p.modules or not p.reuse
     ),
-    "misuse of keys needs a dict": lambda p: "misuse_keys" not in p.events or p.modules[0] == "Structured",
+    "a call with wrong keys needs a dict as input": lambda p: (
+        "misuse_keys" not in p.events or p.modules[0] == "Structured"
+    ),
     "calibration needs delayed scaling": lambda p: (
         not p.calibrating
         or (
@@ -152,7 +156,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         bool(p.inference) == ("infer" in p.events)
         and not (p.inference and p.modules[0] in ("Named", "WithNone", "Signed", "SignsFirst", "Structured"))
     ),
-    "an extra layer before the others needs one autocast for all": lambda p: not p.first or p.autocasts == "one",
+    "an extra layer before the others needs one autocast for all layers": lambda p: not p.first or p.autocasts == "one",
     "a program needs something to train": lambda p: (
         p.input_grads or (not p.frozen and p.modules[0] not in ("dropout", "Tied"))
     ),
@@ -163,7 +167,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         (p.input_grads or not (p.checkpoints or "Recomputed" in p.modules))
         and not ({"Teacher", "Router"} & {*p.modules} and "Recomputed" in p.modules)
     ),
-    "LayerNormMLP returns no dummy for one weight, so eager autograd calls its hooks without a gradient": lambda p: (
+    "LayerNormMLP returns no dummy for one weight, so eager autograd calls the hooks with no gradient": lambda p: (
         not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
     ),
     "built without grad, LayerNormMLP has only one half of the FP8 weights, but the simulator needs both": lambda p: (
@@ -231,7 +235,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a warmup hook changes main_grads, but a layer that becomes frozen has none": lambda p: (
         not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})
     ),
-    "FP8 weights of the first forward need plain layers in FP8, and one recipe": lambda p: (
+    "reusing the FP8 weights of the first forward needs plain layers in FP8, and one recipe": lambda p: (
         p.weights != "own"
         or (
             {*p.modules} <= {*TE_LAYERS, "sequential", "nested", "Block"}
@@ -277,13 +281,13 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a graph that caches weights also caches the weights of an unmarked layer": lambda p: (
         "Listed" not in p.modules or p.weights != "cached"
     ),
-    "a mask has another shape at a replay": lambda p: (
+    "some features need arguments of the shape of the sample, but a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
     ),
-    "a loop that sets marks needs FP8, and each microbatch must be in the loop": lambda p: (
+    "a training loop that sets marks needs FP8, and must run each microbatch": lambda p: (
         p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
     ),
-    "a loop that sets marks of classes needs FP8 and plain layers": lambda p: (
+    "a training loop that sets marks of classes needs FP8 and plain layers": lambda p: (
         p.weights not in ("class", "property")
         or (
             p.recipe != "bf16"
@@ -312,14 +316,14 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "eager training in delayed scaling fails after FP8 in inference mode": lambda p: (
         "infer_in_inference_mode" not in p.events or p.recipe != "delayed"
     ),
-    "misuse of an object needs a graph with keyword arguments": lambda p: (
+    "a call with an unexpected object needs a graph with keyword arguments": lambda p: (
         "misuse_object" not in p.events or not ({*BLOCKS, *SPECIAL_MODULES} & {*p.modules} or 0 in p.not_captured)
     ),
-    "misuse needs a graph of the first layer": lambda p: (
+    "a call with wrong arguments needs a graph of the first layer": lambda p: (
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
 }
-"""The rules of programs, by their reasons. A program that breaks a rule is not run."""
+"""The rules of programs, by the reason of each rule. A program that breaks a rule is not run."""
 
 
 FOUND = {

@@ -106,8 +106,8 @@ def test_each_kind_is_drawn() -> None:
 def test_the_summary_lists_errors_beside_wrong_results() -> None:
     status, lines = explore("--regressions", "--switch", "off", "--programs", "4", "--no-shrink")
     assert status == 0
-    assert lines[-1]["raises where TE alone is right"] == []
-    assert lines[-1]["silently wrong"] == [line["seed"] for line in lines[:-1]] != []
+    assert lines[-1]["raises although TE alone is correct"] == []
+    assert lines[-1]["wrong without an error"] == [line["seed"] for line in lines[:-1]] != []
 
 
 def test_shrinking_leaves_what_fails() -> None:
