@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .launcher.te_graph_fixes_run import OFF, ON
@@ -50,73 +51,68 @@ class Settings:
         only: Iterable[str] | None = None,
         disable: Iterable[str] | None = None,
         strict: bool | None = None,
-        environ: Mapping[str, str] = os.environ,
     ) -> Settings:
         """Return the settings from the environment variables. An argument that is not None replaces its variable.
 
-        Raise ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, the other
-        variables are ignored, because turning the fixes off must always work.
+        Raise ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, errors are
+        ignored, because turning the fixes off must always work.
         """
-        selected = _selected(environ) if only is None else fix_ids(only, "only")
-        if only is None and is_off(environ):
-            environ = {VERBOSE: environ.get(VERBOSE, "")} if _is_flag(environ.get(VERBOSE, "")) else {}
+        verbose = os.environ.get(VERBOSE, "")
+        if only is None and is_off():
+            with contextlib.suppress(ValueError):
+                return cls(frozenset(), verbose=_flag(verbose, VERBOSE))
+            return cls(frozenset())
         return cls(
-            selected,
-            fix_ids(_split(environ, DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
-            bool(_flag(environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
-            _flag(environ.get(VERBOSE, ""), VERBOSE),
+            _selected() if only is None else fix_ids(only, "only"),
+            fix_ids(_split(DISABLE), DISABLE) if disable is None else fix_ids(disable, "disable"),
+            bool(_flag(os.environ.get(STRICT, ""), STRICT) if strict is None else _flag(strict, "strict")),
+            _flag(verbose, VERBOSE),
         )
 
 
-def is_off(environ: Mapping[str, str] = os.environ) -> bool:
+def is_off() -> bool:
     """Return whether the variable `SWITCH` turns all fixes off."""
-    return environ.get(SWITCH, "").strip().lower() in OFF
+    return os.environ.get(SWITCH, "").strip().lower() in OFF
 
 
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+def unknown_variables() -> list[str]:
     """Return a message for each variable, such as TE_GRAPH_FIXES_VERSION, that has our prefix but is not a setting.
 
     Only the first rank of a job returns messages. Other ranks return an empty list.
     """
     if rank() not in (None, "0"):
         return []
-    unknown = [name for name in sorted(environ) if name.startswith(SWITCH) and name not in VARIABLES]
+    unknown = [name for name in sorted(os.environ) if name.startswith(SWITCH) and name not in VARIABLES]
     ignored = "Ignoring {}: te-graph-fixes has no such variable. {}"
     return [ignored.format(name, did_you_mean([name], VARIABLES)).rstrip() for name in unknown]
 
 
-def _split(environ: Mapping[str, str], name: str) -> list[str]:
-    value = environ.get(name, "")
+def _split(name: str) -> list[str]:
+    value = os.environ.get(name, "")
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if value.strip() and not parts:
         raise ValueError(f"{name}={value!r} names no fix. Unset it, or see `te-graph-fixes list`.")
     return parts
 
 
-def _selected(environ: Mapping[str, str]) -> frozenset[str] | None:
+def _selected() -> frozenset[str] | None:
     """Return the fixes that the variable `SWITCH` selects, by a word or by their ids, or None for all fixes."""
-    word = environ.get(SWITCH, "").strip().lower()
+    word = os.environ.get(SWITCH, "").strip().lower()
     if word in ON or not word:
         return None
-    if is_off(environ):
-        return frozenset()
     if word == UPSTREAM:
         from .fixes import CATALOGUE
 
         return frozenset(fix.id for fix in CATALOGUE.values() if fix.merged)
-    return fix_ids(_split(environ, SWITCH), SWITCH, ("on", "off", UPSTREAM))
+    return fix_ids(_split(SWITCH), SWITCH, ("on", "off", UPSTREAM))
 
 
 def _flag(value: object, where: str) -> bool | None:
     """Return True if a value means yes, False if it means no, and None if it is empty."""
-    if not _is_flag(value):
-        raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(ON + OFF)}")
     word = str(value).strip().lower()
+    if word not in (*ON, *OFF, ""):
+        raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(ON + OFF)}")
     return word in ON if word else None
-
-
-def _is_flag(value: object) -> bool:
-    return str(value).strip().lower() in (*ON, *OFF, "")
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:

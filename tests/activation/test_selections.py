@@ -5,6 +5,9 @@ tests/fixes/test_selections_on_the_simulator.py measures which fixes need anothe
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 
 from te_graph_fixes.decision import Decision, Reading, decide, with_required
@@ -16,7 +19,8 @@ TESTED = [version for version in VERSIONS if not version.startswith(("2.7", "2.8
 
 
 def decision(version: str, **variables: str) -> Decision:
-    return decide(Reading(*examined(version)), Settings.read(environ=variables))
+    with mock.patch.dict(os.environ, variables):
+        return decide(Reading(*examined(version)), Settings.read())
 
 
 @pytest.mark.parametrize("version", ["2.12.0", VERSIONS[-1]])

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from te_graph_fixes.settings import CHECK, DISABLE, STRICT, SWITCH, VERBOSE, Settings, unknown_variables
 
 
+def read(environ: dict[str, str], **arguments: Any) -> Settings:
+    """Return the settings of a process with these environment variables."""
+    with mock.patch.dict(os.environ, environ):
+        return Settings.read(**arguments)
+
+
 @pytest.mark.parametrize("value", ["", " ", "on", "ON", "1", "true", "yes", "off", "OFF", "0", "false", " no "])
 def test_all_or_nothing(value: str) -> None:
-    settings = Settings.read(environ={SWITCH: value})
+    settings = read({SWITCH: value})
     assert settings.off == (value.strip().lower() in ("off", "0", "false", "no"))
     assert settings.only == (frozenset() if settings.off else None)
-    assert Settings.read(environ={}) == Settings()
+    assert read({}) == Settings()
 
 
 def test_ids_choose_and_leave_out() -> None:
     environ = {SWITCH: " warmup-reset,, grouped-linear-skip-flag ", DISABLE: "warmup-reset,"}
-    settings = Settings.read(environ=environ)
+    settings = read(environ)
     assert settings.only == {"warmup-reset", "grouped-linear-skip-flag"}
     assert settings.disable == {"warmup-reset"}
 
 
 def test_arguments_take_the_place_of_the_environment() -> None:
     environ = {SWITCH: "off", DISABLE: "warmup-reset", STRICT: "1"}
-    assert Settings.read(["warmup-reset"], [], False, environ) == Settings(frozenset({"warmup-reset"}))
-    assert Settings.read(None, ["warmup-reset"], True, environ) == Settings(
-        frozenset(), frozenset({"warmup-reset"}), True
+    chosen = {"only": ["warmup-reset"], "disable": [], "strict": False}
+    assert read(environ, **chosen) == Settings(frozenset({"warmup-reset"}))
+    assert read({SWITCH: ""}, disable=["warmup-reset"], strict=True) == Settings(
+        None, frozenset({"warmup-reset"}), True
     )
 
 
 @pytest.mark.parametrize("name", [DISABLE, STRICT, VERBOSE])
 def test_off_ignores_the_other_variables(name: str) -> None:
-    assert Settings.read(environ={SWITCH: "off", name: "nonsense"}) == Settings(frozenset())
-    assert Settings.read(environ={SWITCH: "off", STRICT: "1", VERBOSE: "1"}) == Settings(frozenset(), verbose=True)
+    assert read({SWITCH: "off", name: "nonsense"}) == Settings(frozenset())
+    assert read({SWITCH: "off", STRICT: "1", VERBOSE: "1"}) == Settings(frozenset(), verbose=True)
+    assert read({SWITCH: "off"}, disable=["nonsense"], strict="nonsense") == Settings(frozenset())
 
 
 @pytest.mark.parametrize(("value", "said"), [("1", True), ("ON", True), ("0", False), ("off", False), ("", None)])
 def test_a_flag(value: str, said: bool | None) -> None:
-    settings = Settings.read(environ={STRICT: value, VERBOSE: value})
+    settings = read({STRICT: value, VERBOSE: value})
     assert (settings.strict, settings.verbose) == (bool(said), said)
 
 
@@ -68,7 +78,7 @@ def test_a_flag(value: str, said: bool | None) -> None:
 )
 def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError) as failure:  # noqa: PT011
-        Settings.read(environ=environ)
+        read(environ)
     assert str(failure.value).startswith(message)
 
 
@@ -84,8 +94,9 @@ def test_what_is_not_understood_is_an_error_that_lists_what_is(environ: dict[str
 )
 def test_an_unknown_variable_of_ours_is_ignored_with_a_message(name: str, intended: str) -> None:
     environ = {name: "1", "TE_VERSION": "2.14", "NVTE_FUSED_ATTN": "1", "TE_GRAPH": "1"}
-    assert Settings.read(environ=environ) == Settings()
-    (said,) = unknown_variables(environ)
+    with mock.patch.dict(os.environ, environ):
+        assert Settings.read() == Settings()
+        (said,) = unknown_variables()
     assert said.startswith(f"Ignoring {name}: te-graph-fixes has no such variable. Did you mean {intended}")
 
 
@@ -100,5 +111,5 @@ def test_an_unknown_variable_of_ours_is_ignored_with_a_message(name: str, intend
 )
 def test_arguments_that_are_not_understood(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as failure:  # noqa: PT011
-        Settings.read(**arguments, environ={})
+        Settings.read(**arguments)
     assert str(failure.value).startswith(message)
