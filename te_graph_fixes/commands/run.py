@@ -1,10 +1,7 @@
 """``te-graph-fixes run``: start a program with the fixes active in it and in all its children.
 
 The command sets environment variables, then replaces its own process with the program. Signals, exit status and streams
-are therefore the program's own. Because PYTHONPATH contains our folder, every Python process of the program runs
-`launcher/sitecustomize.py` when it starts. That module imports `launcher/te_graph_fixes_run.py`. If Python finds
-another ``sitecustomize`` first, PYTHONWARNINGS causes the import, because it names a warning category in
-`te_graph_fixes_run`.
+are therefore the program's own. `launcher/te_graph_fixes_run.py` describes how the variables activate the fixes.
 """
 
 from __future__ import annotations
@@ -59,11 +56,15 @@ def main(arguments: Sequence[str]) -> int:
         _note(text)
     try:
         Settings.read()
-        checks = [_check_value(option) for option in options if option != PRINT_ENV]
-        if checks:
-            os.environ[CHECK] = checks[-1]
-        if checks or not is_off():
-            Options.parse(os.environ.get(CHECK, ""), "--check" if checks else CHECK)
+        source_of_check = CHECK
+        for option in options:
+            name, _, value = option.partition("=")
+            if name == "--check":
+                source_of_check, os.environ[CHECK] = name, value or "on"
+            elif option != PRINT_ENV:
+                raise ValueError(f"Unknown option {option}. See `te-graph-fixes run -h`.")
+        if source_of_check != CHECK or not is_off():
+            Options.parse(os.environ.get(CHECK, ""), source_of_check)
         if PRINT_ENV in options:
             if command:
                 raise ValueError(f"{PRINT_ENV} takes no command: its output is for `eval`.")
@@ -80,21 +81,13 @@ def main(arguments: Sequence[str]) -> int:
     if not is_off():
         for part in unreached(command):
             _note(f"`{part}` drops the environment variables that activate the fixes. {_WITHOUT_RUN}")
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would too.
-        signal.signal(name, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would too.
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
     except OSError as error:
         _note(f"Cannot start {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-
-
-def _check_value(option: str) -> str:
-    """Return the value of the variable `CHECK` for an option ``--check[=...]``. Raise ValueError for other options."""
-    name, _, value = option.partition("=")
-    if name != "--check":
-        raise ValueError(f"Unknown option {option}. See `te-graph-fixes run -h`.")
-    return value or "on"
 
 
 def variables() -> dict[str, str]:

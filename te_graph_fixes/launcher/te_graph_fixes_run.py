@@ -35,37 +35,17 @@ class Activator:
         try:
             import te_graph_fixes  # noqa: F401
         except Exception as error:
-            if os.environ.get("TE_GRAPH_FIXES", "").strip().lower() in OFF:
-                print_off_line()
-                sys.meta_path.remove(self)  # type: ignore[arg-type]
-                return None
-            if not isinstance(error, ImportError):
-                raise
-            # After an ImportError, TE would assume that torch is missing, and continue without its layers.
-            raise RuntimeError(
-                f"te-graph-fixes run: {sys.executable} cannot import te_graph_fixes ({error}), so TransformerEngine "
-                "would run without the fixes. Install te-graph-fixes for this interpreter, or start it without "
-                "`te-graph-fixes run`."
-            ) from error
+            if os.environ.get("TE_GRAPH_FIXES", "").strip().lower() not in OFF:
+                if not isinstance(error, ImportError):
+                    raise
+                # After an ImportError, TE would assume that torch is missing, and continue without its layers.
+                raise RuntimeError(
+                    f"te-graph-fixes run: {sys.executable} cannot import te_graph_fixes ({error}), so "
+                    "TransformerEngine would run without the fixes. Install te-graph-fixes for this interpreter, or "
+                    "start it without `te-graph-fixes run`."
+                ) from error
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         return importlib.util.find_spec(name)
-
-
-def print_off_line() -> None:
-    """Print the status line of a process that turns the fixes off and lacks the package. Ignore errors.
-
-    As in the package, only the first rank of a host prints the line, unless TE_GRAPH_FIXES_VERBOSE is set.
-    """
-    verbose = os.environ.get("TE_GRAPH_FIXES_VERBOSE", "").strip().lower()
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if verbose in OFF or (local_rank != "0" and verbose not in ON):
-        return
-    values = os.uname()[1], os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "-"
-    line = "te-graph-fixes: host=%s rank=%s te=unknown package=none mode=off applied=0 missing=0 digest=00000000\n"
-    try:
-        os.write(2, (line % values).encode("ascii", "replace"))
-    except OSError:
-        return
 
 
 def start() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -352,12 +351,7 @@ for _ in range(2):
     script(folder / "site" / "te_graph_fixes.py", "raise SyntaxError('not for this Python')")
     nonsense = dict.fromkeys(("TE_GRAPH_FIXES_DISABLE", "TE_GRAPH_FIXES_STRICT", "TE_GRAPH_FIXES_CHECK"), "nonsense")
     done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder, TE_GRAPH_FIXES=" OFF", **nonsense)
-    assert (done.returncode, done.stdout) == (0, "works\n")
-    line = r"te-graph-fixes: host=\S+ rank=- te=unknown package=none mode=off applied=0 missing=0 digest=0{8}\n"
-    assert re.fullmatch(line, done.stderr)
-    for quiet in ({"LOCAL_RANK": "1"}, {"TE_GRAPH_FIXES_VERBOSE": "0"}):
-        done = python("-c", code, path=first(folder, LAUNCHER), cwd=folder, TE_GRAPH_FIXES="off", **quiet)
-        assert outcome(done) == (0, "works\n", "")
+    assert outcome(done) == (0, "works\n", "")
 
 
 def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
