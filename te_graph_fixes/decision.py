@@ -32,9 +32,10 @@ class Reading:
     assessments: Mapping[str, Assessment]
     manifest: Manifest | None = None
 
-    @property
-    def disabled_in_bake(self) -> list[str]:
-        return self.manifest.having(Status.DISABLED) if self.manifest else []
+    def in_bake(self, status: Status) -> list[str]:
+        """Return the known fixes that have a status in the manifest; [] without a manifest."""
+        statuses = self.manifest.fixes if self.manifest else {}
+        return [fix_id for fix_id in CATALOGUE if statuses.get(fix_id) == status]
 
 
 def read(source: Source) -> Reading:
@@ -79,7 +80,7 @@ class Decision:
     @property
     def disabled(self) -> list[str]:
         """The fixes disabled by the settings although TE needs or may need them, without those disabled by a bake."""
-        in_bake = self.reading.disabled_in_bake
+        in_bake = self.reading.in_bake(Status.DISABLED)
         return [fix_id for fix_id in self._having(Status.DISABLED) if fix_id not in in_bake]
 
     @property
@@ -111,13 +112,14 @@ def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | N
     applicable = {fix_id for fix_id, found in reading.assessments.items() if found.verdict == Verdict.APPLICABLE}
     selected = CATALOGUE.keys() if settings.only is None else settings.only
     wanted = selected | with_required(selected & applicable - settings.disable)
+    disabled_in_bake = reading.in_bake(Status.DISABLED)
     failures, fixes = failures or {}, dict[str, FixStatus]()
     for fix_id in TopologicalSorter({fix.id: fix.requires for fix in CATALOGUE.values()}).static_order():
         found = reading.assessments[fix_id]
         status, reason = Status.PENDING if fix_id in applicable else Status(found.verdict.value), found.reason
         if fix_id in failures:
             status, reason = Status.FAILED, failures[fix_id]
-        if fix_id in reading.disabled_in_bake:
+        if fix_id in disabled_in_bake:
             status = Status.DISABLED
         elif status in (Status.PENDING, *CANNOT_APPLY) and (fix_id not in wanted or fix_id in settings.disable):
             status, reason = Status.DISABLED, f"disabled by the settings; otherwise {found.verdict}"
@@ -144,15 +146,14 @@ def settings_conflict(decision: Decision) -> str:
 
     The default settings, which neither select nor disable fixes, agree with every bake.
     """
-    manifest, settings = decision.reading.manifest, decision.settings
-    if manifest is None or (settings.only is None and not settings.disable):
+    reading, settings = decision.reading, decision.settings
+    if reading.manifest is None or (settings.only is None and not settings.disable):
         return ""
-    bugs = {*manifest.having(Status.APPLIED), *manifest.having(Status.DISABLED)}
-    before = {
-        fix_id: Assessment(Verdict.APPLICABLE if fix_id in bugs else Verdict.NOT_NEEDED, "") for fix_id in CATALOGUE
-    }
-    wanted = decide(Reading(decision.source, before), settings).to_apply.keys()
-    applied = CATALOGUE.keys() & manifest.having(Status.APPLIED)
+    applied = {*reading.in_bake(Status.APPLIED)}
+    bugs = [*applied, *reading.in_bake(Status.DISABLED)]
+    before = dict.fromkeys(CATALOGUE, Assessment(Verdict.NOT_NEEDED, ""))
+    before |= dict.fromkeys(bugs, Assessment(Verdict.APPLICABLE, ""))
+    wanted = decide(Reading(reading.source, before), settings).to_apply.keys()
     differences = []
     if extra := sorted(applied - wanted):
         differences.append(f"{named(extra)} will stay applied")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from .patching.installation import Change
 from .patching.patch import edits
 from .patching.source import Edit, Source, UnrecognizedError
 from .status import Verdict
@@ -39,19 +40,15 @@ def parsed(version: str | None) -> Version | None:
 
 
 @dataclass(frozen=True)
-class Assessment:
-    """The ``verdict`` of one fix on one source, the ``reason``, and the edits if the fix is applicable.
+class Assessment(Change):
+    """The ``verdict`` of one fix on one source, the ``reason``, and the change if the fix is applicable.
 
-    ``new_modules`` maps the full names of support modules to their texts. ``details`` are a longer explanation of why
-    the source is not recognized. ``after`` names the fixes whose edits come first at the same place.
+    ``details`` are a longer explanation of why the source is not recognized.
     """
 
     verdict: Verdict
     reason: str
-    edits: tuple[Edit, ...] = ()
-    new_modules: Mapping[str, str] = field(default_factory=dict)
     details: str = ""
-    after: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -78,8 +75,8 @@ class Fix:
     functions, each of which returns the replacement of its word for a source. A fix adds the support modules
     (`te_graph_fixes.support`) that its patch imports. Edits that several fixes share are made once.
 
-    ``id`` is the name of the fix's file, with hyphens. ``summary`` and the links in ``upstream`` come from the first
-    two paragraphs of that file's docstring (`described_by`).
+    ``id`` is the name of the fix's file, with hyphens. ``summary``, the links in ``upstream``, and the ``account`` are
+    the paragraphs of that file's docstring (`described_by`).
     """
 
     symptom: str
@@ -97,16 +94,21 @@ class Fix:
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
+    account: str = ""
 
     def described_by(self, name: str, docstring: str) -> Fix:
         """Return this record with the id from its file's ``name`` and the texts from the file's docstring.
 
         The docstring begins with two paragraphs: ``Bug: ...``, which is the summary, and the upstream links.
         """
-        title, upstream, *_ = [*docstring.split("\n\n"), "", ""]
-        summary = title.removesuffix(".").replace("``", "")
-        links = re.findall(r"https://[\w./-]+\w", upstream)
-        return replace(self, id=name.replace("_", "-"), summary=summary, upstream=tuple(links))
+        title, upstream, account, *_ = [*docstring.strip().split("\n\n", 2), "", ""]
+        return replace(
+            self,
+            id=name.replace("_", "-"),
+            summary=title.removesuffix(".").replace("``", ""),
+            upstream=tuple(re.findall(r"https://[\w./-]+\w", upstream)),
+            account=account,
+        )
 
     @property
     def _bounds(self) -> dict[str, Version]:
@@ -166,7 +168,9 @@ class Fix:
         if upstream_fix:
             raise UnrecognizedError("looked for the bug or an upstream fix, found both")
         new_modules = imported_modules(self.patch)
-        return Assessment(Verdict.APPLICABLE, self.summary, tuple(changes), new_modules, after=self.after)
+        return Assessment(
+            Verdict.APPLICABLE, self.summary, edits=tuple(changes), new_modules=new_modules, after=self.after
+        )
 
     def _edits(self, source: Source, text: str) -> list[Edit]:
         return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

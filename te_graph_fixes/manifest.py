@@ -15,7 +15,6 @@ from pathlib import Path
 
 from .patching import TE
 from .patching.source import Source, TENotFoundError
-from .status import Status
 from .version import __version__
 
 NAME = "te-graph-fixes.json"
@@ -87,9 +86,6 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
-
-    def having(self, wanted: Status) -> list[str]:
-        return [fix_id for fix_id, status in self.fixes.items() if status == wanted]
 
     @property
     def by(self) -> str:

@@ -1,4 +1,4 @@
-"""Write the fixes into files of TransformerEngine (TE): in place for ``bake``, in a folder for ``bake --overlay``.
+"""Write the fixes into files of TransformerEngine (TE), into a folder for ``bake --overlay``, or as a diff.
 
 A bake in place first writes each new text next to its module, as ``graph.py.te-graph-fixes-new``, and the manifest
 ``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
@@ -12,7 +12,9 @@ killed, at the start of the next command.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
+import io
 import os
 import re
 import shutil
@@ -55,6 +57,14 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
     code = changed_code(source, decision.to_apply)
     return {f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json()), **files}
+
+
+def unified(decision: Decision) -> Iterator[str]:
+    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
+    for path, texts in baked_files(decision).items():
+        before, after = (io.StringIO(text, newline="").readlines() for text in texts)
+        for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):
+            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def _diff(options: argparse.Namespace) -> int:
             _note(f"{fix_id} is {fix.status}: {fix.reason}")
     if not (names or decision.to_apply):
         _note(f"No changes. For the reasons, run `te-graph-fixes status --all{_where(options)}`.")
-    sys.stdout.writelines(texts.unified(decision))
+    sys.stdout.writelines(bake.unified(decision))
     return 0
 
 

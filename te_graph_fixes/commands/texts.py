@@ -1,4 +1,4 @@
-"""The texts and the JSON data of ``te-graph-fixes status``, ``explain``, ``list`` and ``diff``.
+"""The texts and the JSON data of ``te-graph-fixes status``, ``explain`` and ``list``.
 
 The texts contain commands. The argument ``where`` is the option that these commands need to find TransformerEngine
 (TE): `` --source DIR``, with the leading space, or "" for the installed TE.
@@ -6,16 +6,11 @@ The texts contain commands. The argument ``where`` is the option that these comm
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-import io
 import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from .. import fixes
 from ..decision import Decision, settings_conflict, with_required
 from ..fix import GROUPS, Fix
 from ..fixes import CATALOGUE
@@ -25,7 +20,6 @@ from ..settings import DISABLE
 from ..status import BAKED, Status, Verdict
 from ..text import te_name
 from ..version import __version__
-from .bake import baked_files
 
 
 def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
@@ -35,10 +29,9 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
         "may be there, but cannot be fixed": list(decision.cannot_apply),
         "can be fixed": list(decision.to_apply),
         f"disabled by {decision.settings.disabled_by}": decision.disabled,
+        f"{BAKED} {reading.manifest.by if reading.manifest else ''}": reading.in_bake(Status.APPLIED),
+        "disabled in the bake": reading.in_bake(Status.DISABLED),
     }
-    if manifest := reading.manifest:
-        lists[f"{BAKED} {manifest.by}"] = [each for each in manifest.having(Status.APPLIED) if each in CATALOGUE]
-        lists["disabled in the bake"] = [each for each in manifest.having(Status.DISABLED) if each in CATALOGUE]
     return {outcome: ids for outcome, ids in lists.items() if ids}
 
 
@@ -130,10 +123,7 @@ def explain(fix: Fix) -> Iterator[str]:
     }
     if dependent := [other for other in CATALOGUE if fix.id in with_required([other]) - {other}]:
         rows["disable"] += f"\n{'':11}also disables {', '.join(dependent)}, which depend on it"
-    module = importlib.import_module(f"{fixes.__name__}.{fix.id.replace('-', '_')}")
-    # The first two paragraphs are the title and the links.
-    _, _, *paragraphs = str(inspect.getdoc(module)).replace("``", "`").split("\n\n")
-    account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", "\n\n".join(paragraphs))
+    account = re.sub(r"\s\([^()]*\b(te_graph_fixes|docs)/[^()]*\)", "", fix.account.replace("``", "`"))
     own_patch = fix.patch.removeprefix(REPLAY_STEPS).rstrip()
     yield f"{fix.id} ({fix.group})\n\n{fix.summary}\n"
     yield from (f"{name:10} {text}" for name, text in rows.items() if text)
@@ -162,11 +152,3 @@ def records() -> dict[str, dict[str, Any]]:
     """Return the data that ``list --json`` prints."""
     names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}
-
-
-def unified(decision: Decision) -> Iterator[str]:
-    """Yield the lines of a diff for ``patch -p1``. Mark the last line of a file if it lacks a line break."""
-    for path, texts in baked_files(decision).items():
-        before, after = (io.StringIO(text, newline="").readlines() for text in texts)
-        for line in difflib.unified_diff(before, after, f"a/{path}" if before else "/dev/null", f"b/{path}"):
-            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -16,29 +16,29 @@ import importlib.util
 import inspect
 import io
 import linecache
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
 from graphlib import TopologicalSorter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from .source import Edit, ModuleSource, Source, first_line
 
 
-class Change(Protocol):
-    """Edits that belong together, with the texts of the support modules that they import, by module name.
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Edits that belong together, with the texts of the support modules that they import, by full module name.
 
     ``after`` names the changes whose insertions come first at the same place.
     """
 
-    @property
-    def edits(self) -> tuple[Edit, ...]: ...
-    @property
-    def new_modules(self) -> Mapping[str, str]: ...
-    @property
-    def after(self) -> tuple[str, ...]: ...
+    edits: tuple[Edit, ...] = ()
+    new_modules: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
 
 
 Changes = Mapping[str, Change]
@@ -83,7 +83,7 @@ def _edits_by_module(changes: Changes) -> dict[str, dict[Edit, list[str]]]:
 class FunctionPatch(NamedTuple):
     """The code of one function of TransformerEngine, before and after the changes named in ``owners``.
 
-    ``before`` is None for an added method.
+    ``before`` is None for an added class method.
     """
 
     module: str
@@ -113,12 +113,12 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
     return None
 
 
-def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[FunctionPatch]:
-    """Compile the functions that the ``changes`` edit or add. ``texts`` is the result of `patched`.
+def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
+    """Compile the functions that the ``changes`` edit or add.
 
-    Raise `InstallationError` for an edit that is outside the body of a function and does not add methods to a class.
+    Raise `InstallationError` for an edit that is outside the body of a function and does not add class methods.
     """
-    patches = []
+    texts, patches = patched(source, changes), []
     for name, edits in _edits_by_module(changes).items():
         module = source.module(name)
         old, new = (functions_of(compiled(name, text)) for text in texts[name])
@@ -128,8 +128,8 @@ def compile_patches(source: Source, changes: Changes, texts: Texts) -> list[Func
             edited = [key for key in nodes if _is_inside(module, nodes[key], edit)]
             methods = edited or [key for key in new if key not in old and _is_added(key, edit)]
             if not methods:
-                where = module.place(edit.start)
-                raise InstallationError(f"an edit of {names[0]} at {where} is neither in a function nor adds a method")
+                problem = "is neither in a function nor adds a class method without default values"
+                raise InstallationError(f"an edit of {names[0]} at {module.place(edit.start)} {problem}")
             for key in methods:
                 owners[key].update(names)
         patches += [FunctionPatch(name, key, old.get(key), new[key], frozenset(owners[key])) for key in owners]
@@ -162,9 +162,9 @@ def _is_inside(module: ModuleSource, node: ast.FunctionDef, edit: Edit) -> bool:
 
 
 def _is_added(qualname: str, edit: Edit) -> bool:
-    """Return whether an edit adds the method with this name."""
+    """Return whether an edit adds this class method, without default values."""
     owner, _, name = qualname.rpartition(".")
-    return bool(owner) and f"def {name}(" in edit.text
+    return bool(owner and re.search(rf"@classmethod\s+def {name}\([\w, ]+\):", edit.text))
 
 
 _provided: dict[tuple[ModuleType, str], ModuleType] = {}
@@ -184,7 +184,7 @@ class Installation:
     def __init__(self, source: Source, changes: Changes) -> None:
         self._changes = changes
         self._texts = patched(source, changes)
-        self._patches = compile_patches(source, changes, self._texts)
+        self._patches = compile_patches(source, changes)
         self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: none), new value
 
     @property
@@ -247,26 +247,10 @@ class Installation:
 
     def _install(self, patch: FunctionPatch) -> None:
         if patch.before is None:
-            owner, name = patch.qualname.split(".")
-            self._put(getattr(sys.modules[patch.module], owner), name, self._added_method(patch, owner, name))
+            module, (owner, name) = sys.modules[patch.module], patch.qualname.split(".")
+            self._put(getattr(module, owner), name, classmethod(FunctionType(patch.after, vars(module))))
         else:
             self._put(loaded_function(patch.module, patch.qualname, (patch.before,)), "__code__", patch.after)
-
-    def _added_method(self, patch: FunctionPatch, owner: str, name: str) -> Any:
-        """Return a method that the fixes add to the class ``owner``, with the code of the edited module.
-
-        The method is defined in a temporary class that contains only this method. Without the module's imports, Python
-        compiles the method to other code, so this code is replaced.
-        """
-        classes = [part for part in ast.parse(self._texts[patch.module][1]).body if isinstance(part, ast.ClassDef)]
-        (definition,) = (part for part in classes if part.name == owner)
-        definition.body = [part for part in definition.body if name == getattr(part, "name", "")]
-        definition.bases = definition.keywords = definition.decorator_list = []  # type: ignore[assignment]
-        made: dict[str, Any] = {}
-        exec(compile(ast.Module([definition], []), "", "exec"), vars(sys.modules[patch.module]), made)
-        method = vars(made[owner])[name]
-        getattr(method, "__func__", method).__code__ = patch.after
-        return method
 
     def is_live(self, name: str) -> bool:
         """Return whether the code and the support modules of a change are active."""

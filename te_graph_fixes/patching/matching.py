@@ -27,21 +27,11 @@ _NO_SYNTAX = ("ctx", "kind", "type_comment")
 _GAP = ast.Constant(...)
 
 
-class Bindings(NamedTuple):
-    """The source nodes matched by the parts of a pattern.
+Bindings = Mapping[Any, Any]
+"""The source nodes matched by the parts of a pattern: by each ``ANY_NAME``, and by each located node of the pattern.
 
-    ``names`` maps each ``ANY_NAME`` to an expression of the source. ``nodes`` maps the located nodes of the pattern to
-    nodes of the source. It maps ``...`` to the first node in the gap, or to the next node if the gap is empty.
-    """
-
-    names: Mapping[str, Any] = {}
-    nodes: Mapping[Any, Any] = {}
-
-    def with_name(self, name: str, node: Any) -> Bindings:
-        return Bindings({**self.names, name: node}, self.nodes)
-
-    def with_node(self, wanted: Any, node: Any) -> Bindings:
-        return Bindings(self.names, {**self.nodes, wanted: node})
+``...`` is bound to the first node in the gap, or to the next node if the gap is empty.
+"""
 
 
 class Match(NamedTuple):
@@ -77,7 +67,7 @@ class Pattern:
 
     def match(self, siblings: list[Any], number: int) -> Iterator[Match]:
         """Yield each match that begins at ``siblings[number]``."""
-        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], Bindings()):
+        for bindings, rest in self._match_sequence(self.nodes, siblings[number:], {}):
             yield Match(siblings[number : len(siblings) - len(rest)], bindings)
 
     def _match_sequence(
@@ -90,7 +80,7 @@ class Pattern:
         first, *rest = wanted
         if is_gap(first):
             if first in self._located:
-                bindings = bindings.with_node(first, nodes[0])
+                bindings = {**bindings, first: nodes[0]}
             for length in range(len(nodes) + 1):
                 yield from self._match_sequence(rest, nodes[length:], bindings)
         elif nodes:
@@ -112,7 +102,7 @@ class Pattern:
         else:
             return [bindings] if wanted == node else []
         if wanted in self._located:
-            return [bound.with_node(wanted, node) for bound in ways]
+            return [{**bound, wanted: node} for bound in ways]
         return ways
 
     def _match_parts(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
@@ -169,9 +159,9 @@ def _match_any(name: str, node: Any, bindings: Bindings) -> list[Bindings]:
         return []
     if name == "ANY":
         return [bindings]
-    if name not in bindings.names:
-        return [bindings.with_name(name, node)]
-    return [bindings] if ast.unparse(bindings.names[name]) == ast.unparse(node) else []
+    if name not in bindings:
+        return [{**bindings, name: node}]
+    return [bindings] if ast.unparse(bindings[name]) == ast.unparse(node) else []
 
 
 @cache

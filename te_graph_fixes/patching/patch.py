@@ -9,20 +9,9 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
     -range(num_warmup_iters)
     +range(max(num_warmup_iters, 1))
 
-``@@ FILE PLACE (NOTES)`` begins a hunk. The place is a function or class, possibly an inner one, as in
-``function.Class.method``. A hunk without file and place is in the place of the hunk above. These are the notes:
-
-- ``N times``, ``at least once``: the required number of matches. ``0 times``: the pattern must not match.
-- ``if there``: the place or its file may be missing.
-- ``at its start``: the hunk has only ``+`` lines. They are inserted below the docstring.
-- ``or``: exactly one of this hunk and the hunk above must fit.
-
-``+`` lines replace the ``-`` lines directly above them. Other ``+`` lines are inserted below the statement above them.
-If that statement is ``...`` or in another block, they are inserted above the next statement. Only the changed part of a
-line is edited, so other fixes can edit the rest (`rewriting`). ``ANY_NAME`` in ``+`` lines stands for the matched text.
-
-A hunk does not fit if the source already contains the result of its ``+`` lines. The error names the hunk and its line
-in the patch.
+``@@ FILE PLACE (NOTES)`` begins a hunk. docs/maintainers/adding-a-fix.md describes the notes, and the places to which
+``+`` lines are inserted. `rewriting` computes the edits. The error for a hunk that does not fit names its line in the
+patch.
 """
 
 from __future__ import annotations
@@ -142,7 +131,7 @@ class Hunk:
         if definition is None:
             return []
         matches = definition.exactly(self.count, self.pattern) if self.pattern else []
-        if self.result and definition.has(self.result):
+        if self.result and definition.matches(self.result):
             raise unrecognized(f"no `{self.result}`", definition, "it already")
         if self.pattern:
             return [change.edit(definition, match) for match in matches for change in self.changes]

@@ -100,7 +100,7 @@ class Replacement(NamedTuple):
     def edit(self, definition: Definition, match: Match) -> Edit:
         """Return the edit of the source at a match."""
         module, text = definition.module, self.text
-        first, last = match.bound.nodes[self.start.node], match.bound.nodes[self.end.node]
+        first, last = match.bound[self.start.node], match.bound[self.end.node]
         if self.whole_lines:
             start, end = lines_of(definition, first)[self.start.edge], lines_of(definition, last)[self.end.edge]
             if self.start != self.end and self.end.edge == START:  # comments belong to the block below them
@@ -242,7 +242,7 @@ def _indent_at(text: str, offset: int) -> str:
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
     """Return ``text`` with the matched text of each ``ANY_NAME``."""
-    return re.sub(r"\bANY_\w+", lambda name: definition.text(match.bound.names[name.group()]), text)
+    return re.sub(r"\bANY_\w+", lambda name: definition.text(match.bound[name.group()]), text)
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:

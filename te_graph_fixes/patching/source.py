@@ -110,7 +110,10 @@ class Source:
 
     def _read(self, name: str) -> ModuleSource | None:
         path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
-        return ModuleSource.of(name, str(path), path.read_bytes()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        data = path.read_bytes()
+        return ModuleSource(name, str(path), importlib.util.decode_source(data), "\r\n" if b"\r\n" in data else "\n")
 
 
 def _version(folder: str) -> str | None:
@@ -137,11 +140,6 @@ class ModuleSource:
     text: str
     newline: str = "\n"
     _found: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
-
-    @classmethod
-    def of(cls, name: str, path: str, data: bytes) -> ModuleSource:
-        """Return the module ``name`` with the decoded content of its file."""
-        return cls(name, path, importlib.util.decode_source(data), "\r\n" if b"\r\n" in data else "\n")
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -223,27 +221,24 @@ class Definition:
                 ]
         return nodes
 
-    def matches(self, pattern: str | Pattern) -> list[Match]:
+    def matches(self, pattern: Pattern) -> list[Match]:
         """Return all matches of a pattern in the order of the source, or [] if there are none."""
-        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         matches: dict[object, Match] = {}  # with gaps, the same nodes can match in several ways
         for siblings, number in self._by_type[type(pattern.nodes[0])]:
             for match in pattern.match(siblings, number):
-                bound = (*match.bound.names.values(), *match.bound.nodes.values())
-                matches[tuple(map(id, (match.nodes[0], match.nodes[-1], *bound)))] = match
+                matches[tuple(map(id, (match.nodes[0], match.nodes[-1], *match.bound.values())))] = match
         return sorted(matches.values(), key=lambda match: (match.nodes[0].lineno, match.nodes[0].col_offset))
 
-    def has(self, pattern: str | Pattern) -> bool:
+    def has(self, pattern: str) -> bool:
         """Return whether the pattern matches at least once."""
-        return bool(self.matches(pattern))
+        return bool(self.matches(Pattern.of(pattern)))
 
     def one(self, pattern: str) -> Any:
         """Return the first node of the only match. Raise `UnrecognizedError` unless there is exactly one match."""
-        return self.exactly(1, pattern)[0].nodes[0]
+        return self.exactly(1, Pattern.of(pattern))[0].nodes[0]
 
-    def exactly(self, count: int | None, pattern: str | Pattern) -> list[Match]:
+    def exactly(self, count: int | None, pattern: Pattern) -> list[Match]:
         """Return all matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
-        pattern = Pattern.of(pattern) if isinstance(pattern, str) else pattern
         pattern.reached = 1
         matches = self.matches(pattern)
         if not matches and count != 0:

@@ -22,7 +22,7 @@ import importlib, inspect, sys
 
 def check(active=True):
     import te_graph_fixes
-    from te_graph_fixes.patching.installation import compile_patches, patched, runs
+    from te_graph_fixes.patching.installation import compile_patches, runs
     from te_graph_fixes.patching.source import Source
     from te_graph_fixes.decision import read
     source = Source.installed()
@@ -30,7 +30,7 @@ def check(active=True):
     if active:
         statuses = {fix: status.status for fix, status in te_graph_fixes.report().fixes.items()}
         assert {fix for fix, status in statuses.items() if status == "applied"} == set(found), statuses
-    for change in compile_patches(source, found, patched(source, found)):
+    for change in compile_patches(source, found):
         wanted = change.after if active else change.before
         if wanted is None:
             owner, _, name = change.qualname.rpartition(".")

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from te_graph_fixes.fix import Assessment
-from te_graph_fixes.patching.installation import Installation
+from te_graph_fixes.patching.installation import Change, Installation
 from te_graph_fixes.patching.source import Edit, Source
-from te_graph_fixes.status import Verdict
 
 pytestmark = pytest.mark.te
 
@@ -35,7 +33,7 @@ def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest
     source = Source(str(package), None)
     found = source.module(CODE).definition("run")
     edit = Edit(CODE, *found.module.span(found.one("x + 1")), "x + 2")
-    installation = Installation(source, {"fix": Assessment(Verdict.APPLICABLE, "a test", (edit,))})
+    installation = Installation(source, {"fix": Change(edits=(edit,))})
     instance = module.Module()
     saved = instance.forward
     installation.install()

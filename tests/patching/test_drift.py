@@ -49,8 +49,8 @@ def words(found: Mapping[str, Assessment]) -> dict[str, str]:
 
 
 def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPatch]:
-    """Compile and return the changed functions. Fail if one reads an undefined name or has another closure."""
-    patches = compile_patches(tree, changes, patched(tree, changes))
+    """Compile and return the changed functions. Fail if one reads an undefined name or needs another closure."""
+    patches = compile_patches(tree, changes)
     for patch in patches:
         module = tree.module(patch.module)
         in_module = compile(module.text, module.path, "exec", dont_inherit=True)

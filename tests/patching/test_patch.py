@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from te_graph_fixes.fix import Assessment, Fix
 from te_graph_fixes.patching import PACKAGE
-from te_graph_fixes.patching.installation import InstallationError, patched
+from te_graph_fixes.patching.installation import Change, InstallationError, patched
 from te_graph_fixes.patching.patch import edits, read
 from te_graph_fixes.patching.rewriting import PatchError
-from te_graph_fixes.patching.source import Edit, ModuleSource, Source, UnrecognizedError
+from te_graph_fixes.patching.source import ModuleSource, Source, UnrecognizedError
 from te_graph_fixes.status import Verdict
 
 CODE = f"{PACKAGE}.code"
@@ -33,14 +33,10 @@ def function(body: str) -> str:
     return "def run(a, b, c, *xs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
 
 
-def change_of(edits: list[Edit]) -> Assessment:
-    return Assessment(Verdict.APPLICABLE, "", tuple(edits))
-
-
 def applied(text: str, *patches: str) -> str:
     """Return the text with the edits of independent patches."""
     source = source_of(text)
-    changes = {str(number): change_of(edits(source, patch)) for number, patch in enumerate(patches)}
+    changes = {str(number): Change(edits=tuple(edits(source, patch))) for number, patch in enumerate(patches)}
     return patched(source, changes)[CODE][1]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.fix import Fix
+from te_graph_fixes.patching.matching import Pattern
 from te_graph_fixes.patching.source import (
     Definition,
     ModuleSource,
@@ -147,7 +148,7 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     ],
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
-    assert len(definition(f"def run(x):\n    {text}\n").matches(pattern)) == matches
+    assert len(definition(f"def run(x):\n    {text}\n").matches(Pattern.of(pattern))) == matches
 
 
 def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
@@ -161,8 +162,8 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
 
 def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
     run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        return a[i]\n")
-    (match,) = run.exactly(1, "if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]")
-    assert {name: run.text(node) for name, node in match.bound.names.items()} == {
+    (match,) = run.exactly(1, Pattern.of("if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]"))
+    assert {name: run.text(node) for name, node in match.bound.items()} == {
         "ANY_TEST": "x",
         "ANY_A": "a",
         "ANY_INDEX": "i",
