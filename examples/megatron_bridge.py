@@ -5,8 +5,8 @@
 
 This program uses all options of the report TE #3051, but a smaller model, mock data and fewer ranks. As in the report,
 the run with "graphs off" delays the capture beyond its last step. The program prints the loss and the gradient norm of
-each step, and the norms of `main_grad` by kind of parameter, and draws a picture. Its exit status is that of
-`megatron_lm.py`.
+each step and the norms of `main_grad` by kind of parameter, and draws a picture. Its exit status has the same meaning
+as that of `megatron_lm.py`.
 """
 
 from __future__ import annotations

@@ -200,9 +200,9 @@ def watch_steps(steps: set[int]) -> None:
 
 
 def draw_recorded(png: str, *sources: str) -> None:
-    """Draw earlier runs: norms by kind of parameter for a hybrid model, else the gradient norm of each step.
+    """Draw earlier runs: norms by kind of parameter for a hybrid model, or else the gradient norm of each step.
 
-    Each source is TITLE=FOLDER. FOLDER is the --out of an earlier run.
+    Each source is TITLE=FOLDER. FOLDER is the ``--out`` folder of an earlier run.
     """
     panels = []
     for source in sources:

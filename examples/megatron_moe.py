@@ -5,8 +5,10 @@
 
 The model has two layers, experts padded to their capacity, FP8, and weight gradients that are fused into fp32
 ``main_grad``. Whole layers are captured (``cuda_graph_impl="transformer_engine"``). The program trains for three
-optimizer steps of three microbatches. Exit with 1 if a gradient differs. Without the line
-``import te_graph_fixes``, ``te-graph-fixes run`` would apply the fixes.
+optimizer steps of three microbatches. Exit with 1 if a gradient differs.
+
+The line ``import te_graph_fixes`` applies the fixes. A program without this line can be started with
+``te-graph-fixes run``.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def start() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Install a replacement of apex's function that Megatron's embedding and output layers call for fused wgrads."""
+    """Install a replacement for apex's function that Megatron's embedding and output layers call for fused wgrads."""
     import torch
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -107,7 +109,7 @@ def train(recipe: str, graphs: bool) -> tuple[list[list[float]], list[dict[str, 
 
 
 def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
-    """Return a GPT model and its DDP wrapper. If ``graphs``, capture it. ``changed`` replaces options of the config."""
+    """Return a GPT model and its DDP wrapper, captured if ``graphs``. ``changed`` replaces options of the config."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -121,7 +123,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
-    # As in Megatron's training loop, use a side stream: a capture cannot contain accumulation on the default stream.
+    # Use a side stream, like Megatron's training loop, because accumulation on the default stream cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -133,7 +135,7 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
 
 
 def capture(model: Any) -> Any:
-    """Capture the layers of a model with graphs on. Return Megatron's helper, which can delete the graphs."""
+    """Capture the layers of a model, and return Megatron's helper, which can delete the graphs."""
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
     helper = TECudaGraphHelper([model], model.config, TOKENS, 1, [])

@@ -7,9 +7,9 @@
     python examples/megatron_options.py --table JSON ...                     # the results of earlier runs as Markdown
 
 For each option, four runs train a small model on mock data in deterministic mode: one in each of the three settings,
-and one with the fixes under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. If the program is
-interrupted, it ends the runs in progress and prints the results of the finished runs. It compares the printed digits of
-losses and norms with graphs off.
+and one with the fixes under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. The program compares
+the printed losses and norms with those of the run with graphs off, digit by digit. If it is interrupted, it ends the
+runs in progress and prints the results of the finished runs.
 
 Exit with 1 if a loss or norm with te-graph-fixes differs, if a check finds a mismatch, or if a run did not finish. Exit
 with 2 for wrong usage.
@@ -89,7 +89,7 @@ class Option:
     graphs: str = f"{GRAPHS} attn moe"
     recipe: str = "tensorwise"
     more: str = ""
-    """Further flags that these flags require, not in the table."""
+    """Further flags that `flags` requires. The table does not show them."""
     model: str = f"{MOE} {PARALLEL} {PADDED}"
     programs: tuple[str, ...] = GPT
     stages: tuple[str, ...] = ("",)
@@ -97,7 +97,7 @@ class Option:
 
     @property
     def ranks(self) -> str:
-        """The number of ranks, as tables print it behind the flags, or an empty text for two ranks."""
+        """The text that follows the flags in tables: the number of ranks, or nothing for two ranks."""
         return "" if self.gpus == Option.gpus else f", {self.gpus} ranks"
 
     def arguments(self, iterations: int) -> list[str]:
@@ -112,7 +112,7 @@ def dense(flags: str, modules: str = "attn mlp", **changed: Any) -> Option:
 
 
 def routed(flags: str, modules: str = f"attn {ROUTER}", **changed: Any) -> Option:
-    """Return an option that captures no experts, but routers and attention by default."""
+    """Return an option that captures ``modules``, by default attention and routers but no experts."""
     return Option(flags, f"{GRAPHS} {modules}", **{"model": f"{MOE} {PARALLEL}", **changed})
 
 
@@ -288,7 +288,7 @@ def outcomes(recorded: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def against(run: Run, off: Run) -> str:
-    """Return the number of losses and norms that differ from graphs off, or the error of the run."""
+    """Return the number of losses and norms that differ from graphs off, or the error of the run, as a table cell."""
     if run.error:
         return f"raises {shortened(run.error)}"
     counts = count_differences(run, off).values()

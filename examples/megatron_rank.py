@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """Install a replacement of apex's function that Megatron's embedding and output layers call for fused wgrads."""
+    """Install a replacement for apex's function that Megatron's embedding and output layers call for fused wgrads."""
     import torch
 
     def accumulate(inputs: torch.Tensor, grads: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -115,7 +115,7 @@ class Run:
 
     @classmethod
     def read(cls, log: str, status: int) -> Run:
-        """Return the run that a log of Megatron-LM or Megatron-Bridge describes. ``status`` is its exit status."""
+        """Return the run in a log of Megatron-LM or Megatron-Bridge. ``status`` is the exit status of the run."""
         run = cls()
         for line in log.splitlines():
             if re.search(r"\biteration\s+\d+/", line):
@@ -204,7 +204,7 @@ def run_all(jobs: Iterable[tuple[Training, str]], at_once: int, timeout: float) 
 def end(process: subprocess.Popen[bytes]) -> int:
     """End a run if it is still running. Return its exit status, or `TIMED_OUT` if it had to be ended.
 
-    The ranks are in process groups of their own. torchrun ends them within 30 seconds.
+    The ranks are in process groups of their own, so torchrun must end them, which takes up to 30 seconds.
     """
     if process.poll() is not None:
         return process.returncode
@@ -297,7 +297,7 @@ def compare(runs: Mapping[str, Run], folder: Path) -> int:
 def tensors_equal(run: Run) -> int:
     """Return the number of tensors that the check compared, or 0 if it reports a mismatch.
 
-    Ignore results with 0 steps. Processes that a rank starts, such as writers of checkpoints, print them.
+    Ignore results with 0 steps, because processes that a rank starts, such as writers of checkpoints, print them.
     """
     results = [line for line in run.check if re.match(r"fixes [^:]*: [1-9]\d* steps?, ", line)]
     if not all("all equal" in line for line in results):
@@ -306,7 +306,7 @@ def tensors_equal(run: Run) -> int:
 
 
 def figures_table(runs: Mapping[str, Run]) -> str:
-    """Return a Markdown table of the loss and gradient norm of each step. Values that differ from graphs off are
+    """Return a Markdown table of each step's loss and gradient norm, with values that differ from graphs off in
     bold.
     """
     names = [name for name in ("lm loss", "grad norm") if any(name in run.figures for run in runs.values())]

@@ -10,7 +10,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_reduces_backward_amaxes_behind_frozen_graph() -> None:
-    """After a frozen graph, the scales of another module's backward must equal eager training."""
+    """After a frozen graph, another module's backward must update scales as in eager training."""
     fp8_recipe = recipe.DelayedScaling()
     scales = []
     for graphed in (False, True):

@@ -1,4 +1,4 @@
-"""Legal orders with delayed weight gradients must be correct, and illegal orders must raise."""
+"""Legal orders with delayed weight gradients must be correct. Illegal orders must be rejected."""
 
 from typing import List
 
@@ -65,7 +65,7 @@ def _train_in_order(order: List[float], *, graphed: bool) -> torch.Tensor:
     ids=str,
 )
 def test_make_graphed_callables_with_delayed_wgrad_order(order: List[float]) -> None:
-    """Weight gradients must equal eager training without delayed weight gradients."""
+    """Weight gradients must be the same as in eager training, which does not delay them."""
     assert torch.equal(_train_in_order(order, graphed=True), _train_in_order(order, graphed=False))
 
 

@@ -39,6 +39,6 @@ def test_make_graphed_callables_keeps_cached_weights_after_eager_training() -> N
         with autocast(enabled=True, recipe=fp8_recipe):
             out = eager(inp.clone().requires_grad_(), is_first_microbatch=True)
         out.backward(inp)
-        # Reuse the memory of the replaced weight, if it was freed.
+        # If the memory of the replaced weight was freed, overwrite it.
         _ = [torch.full((256, 256), 0x7F, dtype=torch.uint8, device="cuda") for _ in range(64)]
         assert torch.equal(infer(graphed, False), infer(eager, False))

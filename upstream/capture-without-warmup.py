@@ -5,7 +5,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def test_make_graphed_callables_without_warmup() -> None:
-    """A capture for training with ``num_warmup_iters=0`` must equal eager training."""
+    """With ``num_warmup_iters=0``, outputs and gradients must be the same as in eager training."""
     module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     eager = module(inp)

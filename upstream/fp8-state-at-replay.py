@@ -39,7 +39,7 @@ class _OwnAutocast(_ForwardOfSubmodule):
     "case", ("forward of submodule", "own autocast", "operation", "checkpoint")
 )
 def test_make_graphed_callables_updates_scales(case: str) -> None:
-    """With inputs that grow at each step, gradients must equal eager training."""
+    """With inputs that grow at each step, gradients must be the same as in eager training."""
     fp8_recipe = recipe.DelayedScaling()
     if case == "own autocast":
         fp8_recipe = recipe.Float8CurrentScaling()

@@ -21,7 +21,7 @@ fp8_available = is_fp8_available()
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 @pytest.mark.parametrize("built_with_grad", (False, True))
 def test_make_graphed_callables_updates_weight_transposes(built_with_grad: bool) -> None:
-    """Dgrads after an update of the weights must equal eager training.
+    """Dgrads after an update of the weights must be the same as in eager training.
 
     ``cast_master_weights_to_fp8`` marks the transpose of a weight as invalid. If a module was
     built under ``no_grad``, each ``copy_`` into its weight frees the transpose.

@@ -1,4 +1,4 @@
-"""A replay must mark the weights whose wgrad it adds to main_grad."""
+"""A replay must set grad_added_to_main_grad of the weights whose main_grad it changes."""
 
 import torch
 from transformer_engine.pytorch import Linear, make_graphed_callables

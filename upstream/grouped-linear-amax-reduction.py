@@ -28,8 +28,8 @@ class _Experts(torch.nn.Module):
 def test_make_graphed_callables_grouped_linear_amax_reduction() -> None:
     """A capture after eager steps must not record updates of the scales.
 
-    No gradient reaches the first module of the autocast, so eager training updates no scales
-    of a backward.
+    In eager training, no gradient reaches the first module of the autocast, so no backward
+    updates scales.
     """
     fp8_recipe = recipe.DelayedScaling(amax_history_len=4)
     scales = []

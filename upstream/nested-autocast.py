@@ -10,7 +10,7 @@ fp8_available = is_fp8_available()
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_nested_module_of_captured_class() -> None:
-    """A module inside a captured module of the same class must run in its autocast."""
+    """A module must run in FP8 if a captured module of the same class contains it."""
     fp8_recipe = recipe.Float8CurrentScaling()
     outputs = []
     for graphed in (False, True):

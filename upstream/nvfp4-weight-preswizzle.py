@@ -10,7 +10,7 @@ nvfp4_available = is_nvfp4_available()
 
 @pytest.mark.skipif(not nvfp4_available, reason="NVFP4 is not supported")
 def test_make_graphed_callables_nvfp4_weight_caching() -> None:
-    """With a graph for each microbatch, outputs must equal eager training."""
+    """With a graph for each microbatch, outputs must be the same as in eager training."""
     fp4_recipe = recipe.NVFP4BlockScaling()
     torch.manual_seed(1)
     module = Linear(128, 128, bias=False, params_dtype=torch.bfloat16, device="cuda")

@@ -28,7 +28,7 @@ class _Recomputed(torch.nn.Module):
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 @pytest.mark.parametrize("nested", (False, True))
 def test_make_graphed_callables_recomputation_updates_scales(nested: bool) -> None:
-    """After a module without a backward, or in a nested autocast, a graph must update scales."""
+    """A graph must update scales after a module without a backward, and in a nested autocast."""
     fp8_recipe = recipe.DelayedScaling()
     states = []
     for graphed in (False, True):

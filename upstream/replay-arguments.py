@@ -20,7 +20,7 @@ def test_make_graphed_callables_rejects_keyword_for_positional_argument() -> Non
 
 
 def test_make_graphed_callables_rejects_other_order_of_dict_keys() -> None:
-    """If the keys of a dict are in another order, a replay must raise an error."""
+    """If a dict has its keys in another order than its sample, a replay must raise an error."""
     a, b = torch.randn(2, 64, 64, device="cuda")
     graphed = make_graphed_callables(_Mix(), ({"a": a.clone(), "b": b.clone()},))
     with pytest.raises((TypeError, ValueError)):

@@ -1,4 +1,4 @@
-"""Graphs must survive FP8GlobalStateManager.reset()."""
+"""Graphs must still quantize their weights after FP8GlobalStateManager.reset()."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_make_graphed_callables_quantizes_after_reset() -> None:
         before = module(inp, is_first_microbatch=True).clone()
         module(inp, is_first_microbatch=False)
         FP8GlobalStateManager.reset()
-        occupied = [torch.ones(1, device="cuda") for _ in range(64)]  # the memory of the freed flag
+        occupied = [torch.ones(1, device="cuda") for _ in range(64)]  # reuses a freed flag's memory
         module.weight.neg_()
     with torch.no_grad(), autocast(enabled=True, recipe=fp8_recipe):
         after = module(inp, is_first_microbatch=True)

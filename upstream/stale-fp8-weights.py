@@ -24,7 +24,7 @@ class _Marked(torch.nn.Module):
 
 @pytest.mark.skipif(not fp8_available, reason="FP8 is not supported")
 def test_make_graphed_callables_quantizes_weights_of_marked_modules() -> None:
-    """Outputs must equal eager training if is_first_microbatch is set before each forward."""
+    """If is_first_microbatch is set before each forward, outputs must be as in eager training."""
     fp8_recipe = recipe.Float8CurrentScaling()
     inp = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda")
     outputs = []

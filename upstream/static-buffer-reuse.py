@@ -71,7 +71,7 @@ def _train_two_chunks(*, graphed: bool, grads: tuple, twice: bool, place: int) -
     ),
 )
 def test_make_graphed_callables_reuses_fitting_buffers(grads, twice, place) -> None:
-    """Outputs and gradients of different layers in one order must equal eager training."""
+    """Different layers in one order must have the outputs and gradients of eager training."""
     kwargs = {"grads": grads, "twice": twice, "place": place}
     found = _train_two_chunks(graphed=True, **kwargs)
     assert all(map(torch.equal, found, _train_two_chunks(graphed=False, **kwargs)))

@@ -27,7 +27,7 @@ class _View(Linear):
     ids=("contiguous", "transposed", "chunk", "strided", "expanded", "float64"),
 )
 def test_make_graphed_callables_reused_buffers_keep_layout(view_of) -> None:
-    """Outputs and gradients of inputs must equal eager training."""
+    """Outputs and gradients of inputs must be the same as in eager training."""
 
     def random() -> torch.Tensor:
         return torch.randn(256, 128, dtype=torch.bfloat16, device="cuda").t().requires_grad_()

@@ -156,7 +156,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """An MoE layer that is captured as a whole. All layers share the `Pages` for tensors of the backward."""
+        """An MoE layer that is captured as a whole. All layers share the `Pages` for tensors saved for the backward."""
 
         pages: Any = None
 

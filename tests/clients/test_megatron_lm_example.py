@@ -1,4 +1,4 @@
-"""Test the conclusions and tables of `examples/megatron_*.py`. Programs that print Megatron's logs replace Megatron."""
+"""Test the conclusions and tables of `examples/megatron_*.py` with programs that only print Megatron's logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log(norms: tuple[str, ...], *more: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module `megatron_runs`. The fixture lets the tests import the other examples."""
+    """Return the module `megatron_runs`, after adding its folder to the import path for the other examples."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("megatron_runs")
 
@@ -195,7 +195,7 @@ def test_the_bridge_example_delays_the_capture_without_graphs(
 
 
 def recorded(runs: ModuleType, *texts: tuple[str, int]) -> dict[str, dict[str, object]]:
-    """Return the runs of an option as dictionaries, by setting, in the order of `megatron_options`."""
+    """Return the results of an option as `megatron_options` stores them. ``texts`` are logs and exit statuses."""
     settings = [*runs.SETTINGS, "with te-graph-fixes, checked"]
     return {
         setting: dataclasses.asdict(runs.Run.read(text, status))

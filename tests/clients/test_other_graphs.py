@@ -90,7 +90,7 @@ def main(ways: list[str]) -> None:
             self.x.grad.zero_()  # type: ignore[union-attr]
 
     class Job:
-        """A training with an eager first step and a capture in the second step."""
+        """A training run whose first step is eager. If ``graphed``, the second step captures graphs."""
 
         def __init__(self, way: str, graphed: bool) -> None:
             self.way, self.graphed, self.number = way, graphed, 0
@@ -126,7 +126,10 @@ def main(ways: list[str]) -> None:
             self.training.see("dgrads", slot.x.grad)
 
         def beside(self) -> None:
-            """Run two microbatches of a projection in TE's own graph, which caches weights and sets the skip flag."""
+            """Run two microbatches of another projection.
+
+            If ``graphed``, it runs in a graph of TE's own, which caches weights and sets the skip flag.
+            """
             if self.besides is None:
                 self.besides = module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)
                 if self.graphed:

@@ -1,6 +1,6 @@
-"""Test other tools that patch TransformerEngine (TE) before or after this package. docs/how.md has a table of them.
+"""Test this package together with other tools that patch TransformerEngine (TE). docs/how.md lists these tools.
 
-Each test changes a stand-in for TE as one of these tools changes TE.
+Each test changes a stand-in for TE as one of the tools changes TE, before or after this package does.
 """
 
 from __future__ import annotations

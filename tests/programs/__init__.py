@@ -1,9 +1,9 @@
-"""Programs that train through graphs and eagerly, each a function with its expected outcome.
+"""Programs that train with graphs and eagerly. Each is a function with an expected outcome.
 
 ``python -m tests.simulator -m tests.programs [MODULE ...]`` runs the programs of the named modules of this folder (by
 default all), and prints their outcomes. A program is called with a function ``capture`` that has the arguments of
 `make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves, once for each
-sample. A program yields the tensors that must be equal in both.
+sample. The tensors that a program yields must be equal with graphs and in eager training.
 
 Programs that consist of options are in tests/verify/cases.py, because they also run on GPUs. Random programs are in
 tests/explore. A program that compares anything but tensors is in the test that runs it.
@@ -21,11 +21,11 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 Capture = Callable[..., Any]
 Program = Callable[[Capture], Iterator[torch.Tensor | None]]
 PROGRAMS: dict[str, tuple[Program, str]] = {}
-"""Every program by its name, with its outcome: ``equal``, or a part of the error that it must raise."""
+"""Every program by its name, with its expected outcome: ``equal``, or a part of the error that it must raise."""
 
 
 def program(function: Program) -> Program:
-    """Register a program whose tensors must be equal, and return it."""
+    """Register a program whose tensors must be equal with graphs and eagerly. Return the program."""
     PROGRAMS[function.__name__] = function, "equal"
     return function
 

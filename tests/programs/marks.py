@@ -21,9 +21,9 @@ def options_of(name):
 
 
 class Marked(torch.nn.Module):
-    """A module that passes its flag to a projection and clears it. With ``by_class``, its class has the flag instead.
+    """A module that passes its flag to a projection, and then clears the flag.
 
-    The forward does not clear the flag of the class.
+    With ``by_class``, the flag belongs to the class, and the forward does not clear it.
     """
 
     is_first_microbatch = False
@@ -265,7 +265,7 @@ class Outer(torch.nn.Module):
 
 
 def kept_mark(name, where, fused, recomputes, count, capture, frozen=False):
-    """Set the flag for the first of ``count`` microbatches. No forward clears it, and the weight may be ``frozen``."""
+    """Set the flag for the first of ``count`` microbatches. No forward clears it. The weight may be ``frozen``."""
     layer, options = WithOwner(where, fused, recomputes), options_of(name)
     module = Outer(layer) if where == "outer" else layer
     owner = module if where == "outer" else layer.owner and layer.owner()
@@ -309,7 +309,7 @@ for case in itertools.product((None, "current", "block"), ("itself", "submodule"
 
 
 class Reusing(torch.nn.Module):
-    """A layer with a frozen weight that is quantized only once. Its captures may fail."""
+    """A layer with a frozen weight that is quantized only once. If ``fails`` is True, a capture raises an error."""
 
     fails = False
 

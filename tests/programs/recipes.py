@@ -234,7 +234,7 @@ PROGRAMS["module_twice"] = module_twice, "one module twice"
 
 
 class Tied(torch.nn.Module):
-    """A module that runs the projection `inner` in FP8 and then in bf16. If `takes_branch`, it runs `branch` before."""
+    """A module that runs `inner` in FP8 and then in bf16. If `takes_branch` is True, it runs `branch` first."""
 
     def __init__(self):
         super().__init__()

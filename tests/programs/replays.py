@@ -1,4 +1,4 @@
-"""Programs for `replay-contract`, which must raise an error unless a replay computes the eager numbers."""
+"""Programs for `replay-contract`. Each replay must raise an error or compute the same numbers as eager training."""
 
 from __future__ import annotations
 

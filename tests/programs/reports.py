@@ -1,4 +1,4 @@
-"""Programs from users' reports whose cause was not a bug of graphs (docs/symptoms.md)."""
+"""Programs from users' reports of problems that are not bugs of TE's graphs (docs/symptoms.md)."""
 
 from __future__ import annotations
 

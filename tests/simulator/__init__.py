@@ -18,8 +18,8 @@ _installed = False
 def install() -> None:
     """Simulate, in this process, a built TE and the GPU named by ``TE_SIMULATOR_GPU``. Later calls do nothing.
 
-    New memory is filled with NaN, so a result that depends on it is visibly wrong. With ``TE_SIMULATOR_MEMORY=as
-    found``, new memory has the content that torch returns, mostly zeros.
+    Uninitialized memory is filled with NaN, so a result that depends on such memory is visibly wrong. With
+    ``TE_SIMULATOR_MEMORY="as found"``, it has the content that torch returns, mostly zeros.
     """
     global _installed
     if _installed:
@@ -28,7 +28,7 @@ def install() -> None:
     # With this variable, which TE's own build sets, TE does not load its shared libraries.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
 
-    # dynamo, which TE imports, lists torch's functions at import. It must see the original functions.
+    # Import dynamo before torch is changed, because dynamo lists torch's original functions at its import.
     importlib.import_module("torch._dynamo")
     from . import device, extension, runtime
 

@@ -82,7 +82,10 @@ def _real(device: torch.device | None) -> torch.device | None:
 
 
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with support for CUDA devices, and without pinned memory, which needs a GPU's driver."""
+    """Return a wrapper of ``function`` that accepts CUDA devices and ignores ``pin_memory``.
+
+    Pinned memory is ignored because it needs a GPU's driver.
+    """
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +192,7 @@ def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:
-    """Return ``function``, the constructor of torch's `DeviceContext`, with support for CUDA devices."""
+    """Return a wrapper of ``function``, the constructor of torch's `DeviceContext`, that accepts CUDA devices."""
 
     @functools.wraps(function)
     def init(self: Any, device: Any) -> None:

@@ -30,7 +30,7 @@ _REFUSED = {aten.resize_, aten.resize_as_}
 
 
 on_launch: Callable[[Any], None] | None = None
-"""A function that is called with each kernel that runs eagerly or at a replay, or None. Tests count kernels with it."""
+"""None, or a function that is called with each kernel that runs eagerly or at a replay. Tests count kernels with it."""
 
 
 class GraphError(RuntimeError):
@@ -189,9 +189,9 @@ class Capture(TorchDispatchMode):
     ) -> Any:
         """Return the result of an operation on a tensor subclass, and record the operations that the subclass calls.
 
-        The subclass's ``__torch_dispatch__`` calls operations of torch, which this mode records. In the end, it may
-        call ``torch.Tensor.__torch_dispatch__``. Meanwhile, the latter function is replaced, because it would bypass
-        this mode.
+        The subclass's ``__torch_dispatch__`` calls operations of torch, which this mode records. It may end with a call
+        of ``torch.Tensor.__torch_dispatch__``, which would bypass this mode, so `last` replaces that function during
+        the call.
         """
 
         def last(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,7 +51,7 @@ class _Segment:
     def __init__(self, block_size: int) -> None:
         """Create a segment that is large enough for a block of ``block_size`` bytes.
 
-        If this size is small, the segment has only small blocks, and otherwise only large blocks.
+        If this size is at most `SMALL`, the segment has only small blocks, and otherwise only large blocks.
         """
         self.small = block_size <= SMALL
         size = _segment_size(block_size)
@@ -201,7 +201,7 @@ class _Count(TorchDispatchMode):
                 self._outside[storage._cdata] = StorageWeakRef(storage), size
 
     def note(self) -> None:
-        """Update the peak."""
+        """Raise the peak if more memory is in use now."""
         self._outside = {key: found for key, found in self._outside.items() if not found[0].expired()}
         self.peak = max(self.peak, allocated() + sum(size for _, size in self._outside.values()))
 
@@ -257,7 +257,7 @@ class _Outside:
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
-        """Overwrite the memory with NaN, or a single float32 number with 1.0, because it may be a flag."""
+        """Overwrite the memory with NaN, but a single float32 number with 1.0, because it may be TE's skip flag."""
         content = np.asarray(self)
         content[:] = POISON
         if content.size == 4:
@@ -284,7 +284,7 @@ def overwrite_freed() -> None:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the memory of ``tensor`` without owning it.
 
-    Outside of pools, the alias of a tensor without dimensions owns the memory.
+    If ``tensor`` is outside of pools and has no dimensions or no elements, the alias does own the memory.
     """
     at = address(tensor)
     segment = _segment_at(at)
@@ -317,7 +317,7 @@ def at_address(at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
     elif taken is not None and 0 <= at - start < nbytes and (owned := _storage(taken)) is not None:
         storage = _outside(owned)
     else:
-        raise NotImplementedError(f"the simulator knows no tensor at the address {at:#x}")
+        raise NotImplementedError(f"the simulator does not know a tensor at the address {at:#x}")
     return view(storage, torch.empty(shape, dtype=dtype, device="meta"), at - start)
 
 

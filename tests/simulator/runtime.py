@@ -141,7 +141,7 @@ def install() -> None:
     replace(torch.version, cuda="13.0")
     replace(torch, compile=_compile)
     replace(ctypes, CDLL=Library)
-    torch.set_num_threads(1)  # This is faster for small tensors, and results do not depend on the number of cores.
+    torch.set_num_threads(1)  # faster for small tensors, and the number of cores cannot change results
     replace(torch.autocast, __init__=_autocast(torch.autocast.__init__))
 
 

@@ -118,4 +118,4 @@ def test_installing_after_transformer_engine_is_an_error(tmp_path: Path) -> None
         "install()\n"
     )
     done = python(script, TE_GRAPH_FIXES="off")
-    assert "comes too late" in done.stderr
+    assert "must be called before transformer_engine is imported" in done.stderr

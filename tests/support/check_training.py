@@ -1,12 +1,12 @@
-"""Run trainings under ``te_graph_fixes.check`` on the simulator, and print one line of JSON for each.
+"""Train under ``te_graph_fixes.check`` on the simulator, and print one line of JSON for each training.
 
     python -m tests.simulator tests/support/check_training.py [--without FIX,FIX] TRAINING ...
 
 A TRAINING is one of these:
 
 - the options of a `Program` as JSON, or the name of a case of `verify`
-- the beginning of a name that starts with ``held by``, ``written`` or ``left out``: all such trainings below
-- ``others``: all other trainings below
+- a name, or the beginning of names, that starts with ``held by``, ``written`` or ``left out``: these trainings below
+- ``others``: all trainings below with other names
 
 The trainings below exist because `Program` cannot describe them. Each line contains the mismatches, the number of
 compared tensors, whether the check ended by itself, and whether training without the check is bit-identical.
@@ -69,7 +69,7 @@ class Module(torch.nn.Module):
 
 
 def update(module: Any) -> list[Any]:
-    """Change each parameter by its gradient, and return the gradients."""
+    """Subtract a multiple of its gradient from each parameter, clear the gradients, and return them."""
     grads = [parameter.grad for parameter in module.parameters()]
     with torch.no_grad():
         for parameter, grad in zip(module.parameters(), grads, strict=True):
@@ -163,7 +163,7 @@ def batches_that_fail() -> Iterator[Any]:
                 out = graphed(x)
                 out.sum().backward()
                 if microbatch == 0:
-                    raise ValueError("the wgrads of this microbatch are never computed")
+                    raise ValueError("a simulated error before the delayed wgrads of a microbatch")
                 graphed.backward_dw()
                 yield out, x.grad
             except (ValueError, RuntimeError):

@@ -29,7 +29,10 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 def _environment(path: str | Path, changed: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child process that searches ``path`` first. Its only settings are in ``changed``."""
+    """Return the environment of a child process that searches ``path`` first.
+
+    The process has only the settings of this package that ``changed`` contains.
+    """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("TE_GRAPH_FIXES", "PYTEST_"))
     }
@@ -120,7 +123,10 @@ def gpu(case: Case) -> str:
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
-    """Return the measures of each case by its name. If a case fails, a new process runs the remaining cases."""
+    """Return the line that `tests.verify.child` printed for each case, by the case's name.
+
+    If a case ends the process, a new process runs the remaining cases.
+    """
     found: dict[str, Any] = {}
     while left := [each for each in cases if getattr(each, "name", each) not in found]:
         given = [case if isinstance(case, str) else case.to_json() for case in left]

@@ -92,7 +92,10 @@ ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signatu
 
 
 class Model(torch.nn.Module):
-    """A model of four modules and, except in block scaling, a `te.ops` operation. Splits may be on the GPU."""
+    """A model of four modules and, except in block scaling, a `te.ops` operation.
+
+    If ``on_gpu``, the experts' splits are on the GPU.
+    """
 
     def __init__(self, recipe: str, fused: bool, delay: bool, on_gpu: bool) -> None:
         super().__init__()
@@ -124,7 +127,7 @@ class Model(torch.nn.Module):
 
 
 def state(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of gradients, FP8 states and cached weights."""
+    """Yield names and values of parameters, gradients, FP8 states and cached weights."""
     for name, parameter in module.named_parameters():
         yield from ((name, parameter), (f"{name}.grad", parameter.grad), (f"{name}.main_grad", parameter.main_grad))
         yield f"{name} added", getattr(parameter, "grad_added_to_main_grad", None)

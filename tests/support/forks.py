@@ -36,7 +36,7 @@ KEPT = 6
 
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
-    """Set the environment and output of this process as if it had been started for the program."""
+    """Set the environment and output of this process as if it had been started for the requested program."""
     if "transformer_engine" not in sys.modules:  # after this import, keep the environment, because TE has changed it
         os.environ.clear()
         os.environ.update(request["environment"])

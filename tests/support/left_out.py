@@ -165,9 +165,9 @@ def first_microbatches() -> tuple[Any, ...]:
 
 
 def scales_after_an_evaluation() -> list[float]:
-    """Return the scales of a layer after a training forward and an evaluation.
+    """Return the scales of a layer after a capture, a training forward and an evaluation.
 
-    Before, the layer is captured for evaluation without a warmup.
+    The capture is for evaluation and has no warmup.
     """
     layer = linear(64).eval()
     x = torch.ones(64, 64, **BF16)

@@ -55,7 +55,10 @@ def random_orders(seed: int, number: int) -> list[list[float]]:
 
 
 def legal(order: list[float]) -> bool:
-    """Return whether an order of whole and half numbers is legal, by checking each chunk."""
+    """Return whether ``order`` is legal.
+
+    Each chunk must run a forward, a dgrad and, if delayed, a wgrad of each microbatch, in this order.
+    """
     chunks = {int(abs(value)) for value in order}
     if not order or chunks != set(range(1, len(chunks) + 1)) or any(value > 0 and value % 1 for value in order):
         return False

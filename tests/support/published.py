@@ -46,7 +46,7 @@ class TE:
         return int(self.version.split(".")[1])
 
     def require(self, fix: str) -> None:
-        """Skip the test if the fix does not apply."""
+        """Skip the test if the fix does not apply to this TE."""
         if fix not in self.needed:
             pytest.skip(f"{fix} does not apply to TransformerEngine {self.version}")
 

@@ -30,7 +30,7 @@ def leave_out(fix_id: str, number: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AlteredFix(Fix):
-    """A fix whose verdicts are altered."""
+    """A fix that passes each of its verdicts through the function ``altered``."""
 
     altered: Callable[[Source, Assessment], Assessment] = lambda _, verdict: verdict
 

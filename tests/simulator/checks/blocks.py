@@ -1,4 +1,4 @@
-"""Compare the block-scaled formats with TE's reference for NVFP4, their definitions, and cuBLAS's order of scales."""
+"""Compare the block-scaled formats with TE's NVFP4 reference, with their definitions, and with cuBLAS's scale order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def padded(scale: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes of the nearest finite values. If two values are equally near, return the even code."""
+    """Return the FP8 codes of the finite values nearest to ``x``. If two values are equally near, use the even code."""
     codes = torch.arange(256).to(torch.uint8)
     table = codes.view(dtype).double()
     codes, table = codes[table.isfinite()], table[table.isfinite()]
@@ -77,7 +77,10 @@ def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mx_by_definition(x: torch.Tensor, dtype: torch.dtype, height: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of blocks along rows. A scale is the smallest power of two that avoids an overflow."""
+    """Return the MXFP8 codes and scales of ``x``, with blocks along rows.
+
+    The values of a block are divided by the smallest power of two that avoids an overflow, which is their scale.
+    """
     blocks = x.double().reshape(x.shape[0], -1, 32)
     scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
     for line, block in itertools.product(range(0, x.shape[0], height), range(scale.shape[1])):
@@ -92,7 +95,10 @@ def fp8_blocks(**options: Any) -> Float8BlockQuantizer:
 
 
 def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and inverse scales of blocks along rows. A scale is the largest power of two without an overflow."""
+    """Return the codes and inverse scales of ``x`` in block-scaled FP8, with blocks along rows.
+
+    The values of a block are multiplied by the largest power of two that avoids an overflow, which is their scale.
+    """
     high, wide = -(-x.shape[0] // height), -(-x.shape[1] // 128)
     data, scale_inv = torch.empty(x.shape, dtype=torch.uint8), torch.empty(high, wide)
     for row, column in itertools.product(range(high), range(wide)):
@@ -135,7 +141,7 @@ def check_mxfp8_is_that_of_its_definition() -> None:
 
 def check_2d_blocks_of_mxfp8_are_those_of_their_definition() -> None:
     quantizer = MXFP8Quantizer(E4M3)
-    quantizer.with_2d_quantization = True  # TE has this option since 2.19
+    quantizer.with_2d_quantization = True  # an option that TE added in 2.19
     x = values(96, 160)
     out = tex.quantize(x, quantizer)
     data, scale = mx_by_definition(x, torch.float8_e4m3fn, height=32)
@@ -399,7 +405,7 @@ def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
     tex.quantize(gpu(128, 256, seed=2), square, weight, torch.ones(1))
     assert contents(weight) == before
     grad = tex.quantize(gpu(64, 128, seed=3), lines)
-    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # TE's Python
+    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # in Python code of TE
     close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
     close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
     close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)

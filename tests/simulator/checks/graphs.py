@@ -39,7 +39,7 @@ def weak(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refused(function: Callable[[], Any], named: str) -> None:
-    """Assert that ``function`` cannot be captured, and that both errors name the reason."""
+    """Assert that a capture of ``function`` fails, and that the error and its cause contain ``named``."""
     graph = torch.cuda.CUDAGraph()
     expected = rf"failed due to a previous error during capture: .*{named}"
     with pytest.raises(RuntimeError, match=expected) as raised, torch.cuda.graph(graph):

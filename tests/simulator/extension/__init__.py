@@ -30,7 +30,7 @@ def install():
     sys.modules[MODULE] = module
     common = sys.modules.get("transformer_engine.common")
     if common is not None:
-        raise RuntimeError("tests.simulator.install() comes too late, because transformer_engine is already imported")
+        raise RuntimeError("tests.simulator.install() must be called before transformer_engine is imported")
     sys.meta_path.insert(0, _CommonFinder())
 
 
@@ -44,7 +44,7 @@ def _missing_from(module):
 
 
 class _Missing(type):
-    """A name of the extension that is not implemented. Annotations may contain it, but it cannot be called."""
+    """The type of names that this stand-in lacks. Annotations may contain such a name, but a call raises an error."""
 
     _numbers = itertools.count(1000)
 
@@ -69,7 +69,7 @@ class _Missing(type):
 
 
 class _CommonFinder(importlib.abc.MetaPathFinder):
-    """A finder that replaces ``load_framework_extension`` of ``transformer_engine.common`` once this module has run."""
+    """An import finder that replaces ``load_framework_extension`` in ``transformer_engine.common`` after its import."""
 
     def find_spec(self, fullname, path, target=None):
         if fullname != "transformer_engine.common":

@@ -6,7 +6,7 @@ transposed. Scales of MXFP8 and NVFP4 are padded to tiles of 128 x 4, which a GE
 Scales of block-scaled FP8 are stored in the order that cuBLAS reads on Hopper. On Blackwell, a GEMM converts them to
 scales of MXFP8.
 
-These rules are the same as in TE's C++ of the version whose Python is installed.
+These rules follow TE's C++ code of the same version as the installed Python code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """The row-wise or the column-wise half of a tensor. ``dtype`` is the type of FP8 data. Only NVFP4 has an ``amax``.
 
     - ``upright``: data have the tensor's layout although blocks lie along columns (column-wise MXFP8)
-    - ``swizzled``: scales lie in the order of a GEMM
+    - ``swizzled``: scales are in the order in which a GEMM reads them
     - ``height``: the height of a block of block-scaled FP8
     """
 
@@ -67,7 +67,7 @@ class Part(NamedTuple):
         return data.t() if self.upright else data
 
     def scales(self):
-        """Return the scales without padding, one row for each line of blocks. Unswizzled scales are a view."""
+        """Return the scales without padding, one row for each row of blocks, as a view if they are not swizzled."""
         lines, columns = self.lines().shape
         if self.kind == TILED:
             scale = self.scale if self.height > 1 else self.scale.t()
@@ -98,7 +98,7 @@ class Part(NamedTuple):
             self.scales().copy_(scale)
 
     def padded_and_swizzled(self, scale):
-        """Return ``scale`` in the order of a GEMM, padded with zeros to the size of this part's scales."""
+        """Pad ``scale`` with zeros to the size of this part's scales, and return it swizzled for a GEMM."""
         padded = torch.zeros_like(self.scale.t() if self.upright else self.scale)
         padded[: scale.shape[0], : scale.shape[1]] = scale
         return formats.swizzle(padded).view(self.scale.shape)
@@ -215,7 +215,7 @@ def swizzle_after_quantize(tensor, quantizer):
 
 
 def swizzle_scales_for_gemm_(tensor):
-    """Replace the scales of a tensor with new scales in the order of a GEMM, unless they are already swizzled."""
+    """Replace the scales of a tensor with new, swizzled scales for a GEMM, unless they are already swizzled."""
     if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
@@ -237,7 +237,7 @@ def nvfp4_data_transpose(data, *, out=None):
 
 
 def nvfp4_2d_scale_transpose(scale, out, high, wide):
-    """Write the scales of the transpose of ``high`` x ``wide`` blocks to ``out``. The padding is not written."""
+    """Write the transposed scales of ``high`` x ``wide`` blocks to ``out``, except for the padding."""
     launch(_transpose_scales, [out], scale, out, high, wide)
 
 
@@ -264,7 +264,7 @@ def for_gemm(operands):
 
 
 def operand(tensor, columnwise):
-    """Return the part of ``tensor`` that a GEMM reads."""
+    """Return the column-wise or row-wise part of ``tensor`` for a GEMM. Raise RuntimeError if the part has no data."""
     if getattr(tensor, f"_{_side(columnwise)}_data") is None:
         raise RuntimeError(f"the GEMM needs {_side(columnwise)} data, which the tensor does not have")
     return _part(tensor, columnwise)
@@ -386,7 +386,7 @@ def random_states(number):
     return states
 
 
-# The next functions recognize changes of TE's C++ by changes of TE's Python in the same version.
+# The next functions infer the installed TE's C++ code from its Python code, which changed in the same version.
 
 
 @functools.cache
@@ -410,7 +410,7 @@ def _sm_100_to_110():
 
 
 def _kernel_swizzles(quantizer, shape, in_split=False):
-    """Return whether the kernel that quantizes writes its scales in the order of a GEMM."""
+    """Return whether the kernel that quantizes also swizzles the scales for a GEMM."""
     if kind_of(quantizer) == TILED or not getattr(quantizer, "optimize_for_gemm", False):  # since TE 2.12
         return False
     if kind_of(quantizer) == MX:
@@ -476,7 +476,10 @@ def _convert_scales(scale, part):
 
 
 def cast_nv(tensor, parts, height, rht, states, noop):
-    """Quantize blocks of ``height`` rows. The matrix ``rht`` transforms columns, and ``states`` seed the rounding."""
+    """Quantize ``tensor`` into NVFP4 ``parts``, in blocks of ``height`` rows.
+
+    The matrix ``rht`` transforms the column-wise part. ``states`` contains the seeds for stochastic rounding.
+    """
     if skipped(noop) and rht is None:
         return
     rows = tensor.float().reshape(-1, tensor.shape[-1])

@@ -56,7 +56,7 @@ def power_of_two(biased):
 def encode_nvfp4(values, amax, height, random):
     """Return the packed codes and the scales of blocks of ``height`` rows.
 
-    If ``random`` is not None, its numbers decide how the values are rounded (stochastic rounding).
+    If ``random`` is not None, round stochastically with these random numbers.
     """
     lines, columns = len(values), values.shape[1] // NV_BLOCK
     encode = torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1).div(amax).clamp(max=LARGEST_FLOAT)
@@ -114,14 +114,14 @@ def swizzle(scale):
 
 
 def unswizzle(scale):
-    """Return the scales that `swizzle` turns into ``scale``."""
+    """Return ``scale`` in the order of its blocks. This function is the inverse of `swizzle`."""
     high, wide = scale.shape
     return scale.reshape(high // 128, wide // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(high, wide)
 
 
 @functools.cache
 def _divides_by_six():
-    """Return whether TE divides by 6, as before TE 2.14. The division rounds the scale of a block once more."""
+    """Return whether TE divides a block's largest magnitude by 6 in a separate, rounded operation (before TE 2.14)."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 
     return "fake_dtype" not in (NVFP4TensorStorage.__new__.__kwdefaults__ or {})

@@ -50,7 +50,7 @@ def te_general_grouped_gemm(
     A, transa, B, transb, D, D_type, m_splits, bias, bias_type, single_output, pre_gelu_out, grad, workspaces,
     workspace_size, accumulate, use_split_accumulator, math_sm_count,
 ):  # fmt: skip
-    """Write the product of each pair of ``A`` and ``B`` to an output in ``D`` or to rows of ``D[0]``.
+    """Write the product of each pair of ``A`` and ``B`` to ``D`` or, if ``single_output``, to rows of ``D[0]``.
 
     Return ``bias``, which contains the bias gradients if ``grad`` is True.
     """
@@ -81,7 +81,7 @@ def te_general_grouped_gemm(
 
 
 class Operand(NamedTuple):
-    """One side of a product. If ``columns_first``, the data are a transpose. Unquantized data have no ``scale_inv``."""
+    """A GEMM's operand. With ``columns_first``, its data are transposed. ``scale_inv`` is None for unquantized data."""
 
     data: torch.Tensor
     columns_first: bool
@@ -98,7 +98,7 @@ class Operand(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One side of a product, transposed or not."""
+    """An operand of a GEMM, and whether the GEMM transposes it."""
 
     operand: Operand | Part
     transposed: bool

@@ -216,7 +216,7 @@ def _construct(tensor, quantizer, number, first_dims, offsets, fields):
 
 
 def _most_scales(rows, columns, number, block, columnwise):
-    """Return the number of bytes that padded scales need at most, over all splits of the rows."""
+    """Return the number of bytes that padded scales of ``number`` groups need at most, however the rows are split."""
     if columnwise:
         return 128 * tiles(columns) * (rows // block + 3 * number)
     return (rows + 127 * number) * -(-(columns // block) // 4) * 4

@@ -38,7 +38,7 @@ def rmsnorm_bwd(dz, tensor, rsigma, weight, sm_margin, zero_centered_gamma):
 
 def _forward(tensor, weight, bias, eps, out, quantizer, out_dtype, zero_centered_gamma):
     if out is not None and quantizer is not None:
-        raise NotImplementedError("the simulator does not quantize a normalization into a given output")
+        raise NotImplementedError("the simulator does not support a normalization with both an output and a quantizer")
     result = torch.empty(tensor.shape, dtype=torch_dtype(out_dtype)) if out is None else out
     rows = tensor.numel() // tensor.shape[-1]
     mu, rsigma = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.float32)

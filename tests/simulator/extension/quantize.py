@@ -30,7 +30,10 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def quantize(tensor, quantizer, output=None, noop=None):
-    """Return the quantized ``tensor``, or ``output`` with its values. If ``noop`` is 1, ``output`` does not change."""
+    """Quantize ``tensor`` into ``output``, or into a new tensor if ``output`` is None, and return the result.
+
+    If ``noop`` is 1, ``output`` does not change.
+    """
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
         blocks.swizzle_after_quantize(output, quantizer)
