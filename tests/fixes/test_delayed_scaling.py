@@ -26,19 +26,6 @@ def scales(model):
                 if hasattr(state, "amax_history"):
                     found += [state.scale.clone(), state.amax_history.clone()]
     return found
-
-def train(graph, model, replay=autocast, steps=4, **options):
-    torch.manual_seed(3)
-    layer = model()
-    run = te.make_graphed_callables(layer, (random(),), **options) if graph else layer
-    torch.manual_seed(4)
-    for _ in range(steps):
-        x = random()
-        with replay():
-            y = run(x)
-        (y.float() ** 2).mean().backward()
-        yield from (y, x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None), *scales(layer))
-        layer.zero_grad()
 """
 
 EAGER = """
@@ -79,19 +66,21 @@ class Layer(torch.nn.Module):
     def forward(self, x):
         return self.inner(self.inner(x))
 
-def train_with_checkpoints():
+def train(graph):
     torch.manual_seed(3)
-    layer = te.make_graphed_callables(Layer(), (random(),), enabled=True, recipe=DELAYED)
+    layer = Layer()
+    if graph:
+        te.make_graphed_callables(layer, (random(),), enabled=True, recipe=DELAYED)
     torch.manual_seed(4)
     for _ in range(3):
+        x = random()
         with autocast():
-            y = te.checkpoint(layer, random())
+            y = te.checkpoint(layer, x) if graph else layer(x)
         (y.float() ** 2).mean().backward()
-        yield scales(layer)
+        yield from scales(layer)
         layer.zero_grad()
 
-eager = [found[-4:] for found in zip(*[iter(train(False, Layer, steps=3))] * 8)]
-print([all(map(torch.equal, *pair)) for pair in zip(eager, train_with_checkpoints(), strict=True)])
+compare(train)
 """
 
 THREAD = """
@@ -250,7 +239,7 @@ def test_eager_training_is_that_of_te() -> None:
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
     """The reference is eager training without checkpoints, because eager recomputation rounds gradients differently."""
-    assert run_program(SETUP + REUSED).splitlines()[-1] == "[True, True, True]"
+    run_program(SETUP + REUSED)
 
 
 def test_a_recomputation_inside_the_autocast_of_the_program_updates_no_forward_scales() -> None:

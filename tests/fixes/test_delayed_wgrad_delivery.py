@@ -166,16 +166,10 @@ def test_microbatches_share_the_memory_of_one_wgrad() -> None:
 
 
 TWICE = """
-import te_graph_fixes, torch, transformer_engine.pytorch as te
-options = {"delay_wgrad_compute": True, "params_dtype": torch.bfloat16, "device": "cuda"}
-layer = te.Linear(32, 32, **options)
-x = torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+layer, x = linear(delay_wgrad_compute=True), random(16, 32)
 for times in (1, 2):
-    try:
-        te.make_graphed_callables(torch.nn.Sequential(*[layer] * times), (x,))(x).sum().backward()
-        print("captured")
-    except RuntimeError as error:
-        print(str(error)[:71])
+    layers = torch.nn.Sequential(*[layer] * times)
+    print(error_of(lambda: te.make_graphed_callables(layers, (x,))(x).sum().backward())[:71] or "captured")
 """
 
 

@@ -126,10 +126,7 @@ OTHER_SHAPE = """
 layer = te.TransformerLayer(64, 64, 2, layer_number=3, self_attn_mask_type="no_mask", device="cuda")
 x = torch.zeros(16, 2, 64, device="cuda", requires_grad=True)
 graphed = te.make_graphed_callables(layer, (x,))
-try:
-    graphed(x[:8])
-except ValueError as error:
-    print(error)
+print(error_of(lambda: graphed(x[:8])))
 """
 
 
@@ -139,50 +136,12 @@ def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
     assert error.endswith("shapes [(8, 2, 64)]. Pass arguments like the sample arguments, or capture again.\n")
 
 
-REPLACED_EMPTY = """
-class WithAdapters(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.adapters = linear(), torch.nn.ModuleList()
-
-    def forward(self, x):
-        x = self.linear(x)
-        for adapter in self.adapters:
-            x = adapter(x)
-        return x
-
-module, x = WithAdapters(), random()
-graphed = te.make_graphed_callables(module, (x,))
-module.adapters = torch.nn.ModuleList([linear()])
-try:
-    graphed(x)
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def test_an_empty_list_of_modules_may_not_be_replaced() -> None:
-    assert run_program(REPLACED_EMPTY).startswith("callable 0 (WithAdapters): a module (adapters) was added, replaced")
-
-
 ONCE_MORE = """
 def captured(module):
     return te.make_graphed_callables(module, (random(),))
 
 def in_checkpoint(function, *inputs):
     return checkpoint(function, *inputs, use_reentrant=False)
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = linear(), linear()
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-class OwnParameter(torch.nn.Parameter):
-    pass
 
 x, y, other = random(), random(), random()
 layer = linear()
@@ -216,37 +175,22 @@ layers[1](layers[0](x)).sum().backward()
 output = layers[1](layers[0](x)).clone()
 in_checkpoint(lambda y, output: (layers[1](y).detach() * output).sin(), y, output).sum().backward()
 """
-TIED = """
-layer = Tied()
-graph = captured(layer)
-layer.second.weight = linear().weight
-graph(x)
-"""
-OF_ANOTHER_CLASS = """
-layer = torch.nn.Linear(32, 32, **BF16)
-layer.weight = OwnParameter(layer.weight.data)
-graph = captured(layer)
-layer.weight.data = layer.weight.data.clone()
-graph(x)
-"""
 
 
 @pytest.mark.parametrize(
-    ("program", "error"),
+    "program",
     [
-        pytest.param(ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="another is recomputed"),
-        pytest.param(TWICE_IN_A_CHECKPOINT, "cannot be replayed", id="twice in a checkpoint"),
-        pytest.param(RECOMPUTED_FOR_NOTHING, "cannot be replayed", id="recomputed for nothing"),
-        pytest.param(OFFLOADED_AND_CHECKPOINTED, "cannot be replayed", id="offloaded, and recomputed for nothing"),
-        pytest.param(ONE_BEHIND_ANOTHER_IS_RECOMPUTED, "cannot be replayed", id="one behind another is recomputed"),
-        pytest.param(TIED, "was added, replaced", id="tied"),
-        pytest.param(OF_ANOTHER_CLASS, "was added, replaced", id="of another class"),
+        pytest.param(ANOTHER_IS_RECOMPUTED, id="another is recomputed"),
+        pytest.param(TWICE_IN_A_CHECKPOINT, id="twice in a checkpoint"),
+        pytest.param(RECOMPUTED_FOR_NOTHING, id="recomputed for nothing"),
+        pytest.param(OFFLOADED_AND_CHECKPOINTED, id="offloaded, and recomputed for nothing"),
+        pytest.param(ONE_BEHIND_ANOTHER_IS_RECOMPUTED, id="one behind another is recomputed"),
     ],
 )
-def test_such_a_program_raises(program: str, error: str) -> None:
-    done = on_simulator("-c", START + ONCE_MORE.format(program))
-    assert "RuntimeError" in done.stderr
-    assert error in done.stderr
+def test_such_a_program_raises(program: str) -> None:
+    stderr = on_simulator("-c", START + ONCE_MORE.format(program)).stderr
+    assert "RuntimeError" in stderr
+    assert "cannot be replayed" in stderr
 
 
 IN_A_LATER_STEP = """
@@ -320,11 +264,7 @@ def step(first=None, between=lambda: None):
     output.sum().backward()
 
 def raises(first):
-    try:
-        step(first)
-    except RuntimeError as error:
-        assert "was added, replaced" in str(error), error
-        return True
+    return "was added, replaced" in error_of(lambda: step(first))
 
 for change, first in (
     (lambda: move(layers), None),
@@ -343,10 +283,8 @@ for change, first in (
     te.make_graphed_callables(tuple(callables), samples, allow_unused_input=True)
     for _ in range(3):
         step()
-    try:
-        change()
-    except RuntimeError as error:
-        print("at once, in", str(error)[:10])
+    if error := error_of(change):
+        print("at once, in", error[:10])
     else:
         print("in the next step" if raises(first) and raises(False) else "never")
 """
@@ -373,10 +311,7 @@ for graph in graphs * 2:
 WEIGHT_REPLACED = """
 graphs[0](x).sum().backward()
 layer.weight.data = layer.weight.data.clone()
-try:
-    graphs[1](x)
-except RuntimeError as error:
-    print(error)
+print(error_of(lambda: graphs[1](x)))
 """
 ONE_RESET = """
 graphs[0].reset()
@@ -469,28 +404,6 @@ def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> Non
     )  # the warning names the line of the program
 
 
-TRAINED = """
-import te_graph_fixes
-from tests.verify.cases import CASES
-from tests.verify.driver import events, program, setting
-
-{}
-options = {{name: value for name, value in CASES["data-of-a-parameter"].options.items() if name != "breaks"}}
-setting.use(program.Program(**options))
-events.train(graphed=True)
-"""
-
-
-@pytest.mark.parametrize("settings", [{"TE_GRAPH_FIXES": "off"}, {"TE_GRAPH_FIXES_DISABLE": "replay-contract"}])
-def test_it_can_be_switched_off(settings: dict[str, str]) -> None:
-    run_program(TRAINED.format(""), **settings)
-
-
-def test_deactivate_takes_it_back() -> None:
-    assert "was added, replaced" in on_simulator("-c", START + TRAINED.format("")).stderr
-    run_program(TRAINED.format("te_graph_fixes.deactivate()"))
-
-
 ACTIVATIONS = """
 def captured(pool):
     module = torch.nn.Sequential(te.LayerNormMLP(32, 64, params_dtype=torch.bfloat16, device="cuda"))
@@ -498,12 +411,9 @@ def captured(pool):
     return module
 
 def raises(run):
-    try:
-        run()
-    except RuntimeError as error:
-        assert "cannot be replayed" in str(error) or "was added, replaced" in str(error), error
-        return True
-    return False
+    error = error_of(run)
+    assert not error or "cannot be replayed" in error or "was added, replaced" in error, error
+    return bool(error)
 
 def nested(first, second):
     output, _ = first(random()), second(random())
@@ -653,10 +563,7 @@ layer(random())
 del layer
 gc.collect()
 te.make_graphed_callables(linear(), (random(),), pool=pool)
-try:
-    output.sum().backward()
-except RuntimeError as error:
-    print(error)
+print(error_of(output.sum().backward))
 del kept, output, order
 gc.collect()
 print(len(_te_replay_contract_record._pools))
@@ -699,10 +606,7 @@ graph = te.make_graphed_callables(layer, (random(),))
 late = graph(x)
 graph.reset()
 for call in (late.sum().backward, lambda: graph(x)):
-    try:
-        call()
-    except RuntimeError as error:
-        print("reset" in str(error))
+    print("reset" in error_of(call))
 """
 
 

@@ -37,10 +37,7 @@ with te.autocast(enabled=True, recipe=delayed):
     run(*inputs()).sum().backward()
 with te.autocast(enabled=True, recipe=current):
     before = snapshot(layer, Manager)
-    try:
-        run(*inputs())
-    except RuntimeError as error:
-        print(error)
+    print(error_of(lambda: run(*inputs())))
     print(changes(before, snapshot(layer, Manager)))
 """
 EMULATED = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}

@@ -169,9 +169,13 @@ class Spare(torch.nn.Module):
         self.read = torch.nn.Parameter(torch.ones(H), requires_grad=False)
         self.lists = [self.read]
         self.after = torch.nn.Sequential(torch.nn.Linear(H, H, bias=False).requires_grad_(False))
+        self.adapters = torch.nn.ModuleList()
 
     def forward(self, x):
-        return self.after[0].forward(self.layer(x) * self.lists[0])
+        x = self.layer(x) * self.lists[0]
+        for adapter in self.adapters:
+            x = adapter(x)
+        return self.after[0].forward(x)
 
 
 def changed(capture, change, **options):
@@ -203,6 +207,14 @@ def setting(path, make):
 
 def parameter():
     return torch.nn.Parameter(torch.ones(H))
+
+
+def tied(capture):
+    module = Own(lambda self, x: self.b(self.a(x)), a=linear(), b=linear())
+    module.b.weight = module.a.weight
+    capture(module, (x(),))
+    module.b.weight = linear().weight
+    yield module(x())
 
 
 class WithProperty(torch.nn.Parameter):
@@ -331,6 +343,15 @@ RAISES = {
     ),
     "module run by forward replaced": (partial(changed, change=setting("after.0", linear)), "a module (0) was"),
     "module replaced": (partial(changed, change=setting("layer", linear)), "a module (layer) was"),
+    "empty list of modules replaced": (
+        partial(changed, change=setting("adapters", lambda: torch.nn.ModuleList([linear()]))),
+        "a module (adapters) was",
+    ),
+    "tied parameter replaced": (tied, "a parameter (weight) was"),
+    "parameter of another class moved": (
+        partial(accumulated, change=lambda w: setattr(w, "data", w.data.clone())),
+        "a parameter (weight) was",
+    ),
     "property main_grad replaced": (
         partial(accumulated, change=lambda w: w.buffers.append(torch.zeros(H, H))),
         "the main_grad of a parameter was",

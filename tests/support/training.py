@@ -60,5 +60,14 @@ def compare(train: Callable[..., Iterable[torch.Tensor | None]], *arguments: Any
     assert not differing, f"{len(differing)} of {len(pairs)} tensors differ: {differing}, {arguments}"
 
 
+def error_of(call: Callable[[], Any]) -> str:
+    """Return the text of the error that ``call`` raises, or an empty text if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
