@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
-from tests.verify.driver.events import Failing, failed_capture, recapture, refused
+from tests.verify.driver.events import Failing, failed_capture, recapture
 from tests.verify.driver.graphs import arguments, fused
 from tests.verify.driver.modules import Block, linear, module, operation, torch_linear
 from tests.verify.driver.setting import (
@@ -384,44 +384,6 @@ def nested_in_two_precisions(t: Training) -> None:
             out.backward(torch.randn_like(out))
             t.see("outputs of another", out)
             t.see("dgrads of another", x.grad)
-
-
-class Angles(torch.nn.Module):
-    """A module without parameters that computes factors without gradients, as rotary embeddings do."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return torch.cos(x), torch.sin(x)
-
-
-@event
-def several_calls_with_one_input(t: Training) -> None:
-    """Call a graph several times with the same tensor, and run one backward that reads all outputs."""
-    angles, positions = Angles(), random()
-    if t.graphed:
-        t.graph(angles, (sample(),), enabled=False, cache_quantized_params=False)
-    x = random().requires_grad_()
-    out = x
-    for layer in (linear(), linear()):
-        cos, sin = angles(positions)
-        out = layer(out) * cos + out * sin
-    out.backward(torch.randn_like(out))
-    t.see("dgrads of another", x.grad)
-
-
-class Lengths:
-    """An object that holds the lengths of packed sequences."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.lengths = torch.arange(len(x), device="cuda")
-
-
-HOLDERS: tuple[Any, ...] = (Lengths, lambda x: [x], lambda x: {"lengths": x}, lambda x: types.SimpleNamespace(x=x))
-
-
-@event
-def misuse_object(t: Training) -> None:
-    for holder in HOLDERS:
-        refused(t, lambda call, x, marks, holder=holder: call(x, packed=holder(x), **marks))
 
 
 @event
