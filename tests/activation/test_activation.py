@@ -7,18 +7,16 @@ for these functions. The tests are therefore fast and need no torch. `test_lifec
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import te_graph_fixes
+from tests.support.child import python
 
 TE = {
     "transformer_engine/__init__.py": """
@@ -143,16 +141,8 @@ class World:
 
     def run(self, program: str, *options: str, **environment: str) -> str:
         """Return the output of a program. Fail unless its exit status is 0."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
-        done = subprocess.run(
-            [sys.executable, *options, "-c", PRELUDE + program],
-            cwd=self.folder,
-            env={**inherited, "PYTHONPATH": str(self.folder), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        start = *options, "-c", PRELUDE + program
+        done = python(*start, path=self.folder, cwd=self.folder, timeout=60, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -264,10 +254,8 @@ assert not loaded & {"torch", "transformer_engine", "numpy"}
 """)
 
 
-SEQUENCES = ["".join(parts) for length in (1, 2, 3) for parts in itertools.product("adir", repeat=length)] + [
-    "aidai",
-    "iadra",
-]
+SEQUENCES = ["".join(parts) for length in (1, 2, 3) for parts in itertools.product("adir", repeat=length)]
+SEQUENCES += ["aidai", "iadra"]
 
 
 def test_activating_and_deactivating_in_any_order(world: World) -> None:
@@ -539,9 +527,8 @@ def test_the_warning_names_the_users_line_and_the_report(own_world: World, first
     path.write_text(SHAPES["missing"](path.read_text()))
     others = "import te_graph_fixes, transformer_engine\n"
     (own_world.folder / "late.py").write_text(f"import {first}\n\n{others}")
-    start = [sys.executable, "late.py"]
-    done = subprocess.run(start, cwd=own_world.folder, capture_output=True, text=True, check=True, env={})
-    assert done.stderr.count("TEGraphFixesWarning") == 1, done.stderr
+    done = python("late.py", cwd=own_world.folder)
+    assert (done.returncode, done.stderr.count("TEGraphFixesWarning")) == (0, 1), done.stderr
     assert "late.py:3: TEGraphFixesWarning: 1 fix that TransformerEngine" in done.stderr
     assert "  te-graph-fixes issue\n" in done.stderr
 
@@ -559,10 +546,8 @@ def test_one_line_says_what_was_applied(world: World) -> None:
         ({"SLURM_PROCID": "8", "SLURM_LOCALID": "1"}, False),
         ({"SLURM_PROCID": "8", "SLURM_LOCALID": "1", "TE_GRAPH_FIXES_VERBOSE": "1"}, True),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=world.folder, env=variables, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == ""
+        done = python("-c", code, path=world.folder, cwd=world.folder, **variables)
+        assert (done.returncode, done.stdout) == (0, "")
         assert re.fullmatch(line if is_printed else "", done.stderr), done.stderr
 
 

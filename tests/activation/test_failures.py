@@ -6,7 +6,7 @@ on a stand-in.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.resources
 import os
 import shutil
 import subprocess
@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from te_graph_fixes.patching.source import Source
-from tests.support.child import on_simulator, python
+from tests.support.child import ROOT, on_simulator, python
+from tests.support.published import copy_of
 
 pytestmark = pytest.mark.te
 
-ROOT = Path(__file__).parents[2]
 # The start of every child's code: it configures logging, and defines functions for the simulator and the statuses.
 SETUP = """
 import logging, os, sys
@@ -53,43 +53,23 @@ def printed(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> l
     return found.stdout.splitlines()
 
 
-def location(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with this package and its dependencies, for interpreters that start without site-packages."""
     folder = tmp_path_factory.mktemp("bare")
     for name in ("te_graph_fixes", "wrapt", "packaging"):
-        (folder / name).symlink_to(location(name))
+        (folder / name).symlink_to(str(importlib.resources.files(name)))
     return folder
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of TE's Python sources and metadata."""
-    package = Path(Source.installed().location)
-    folder = tmp_path_factory.mktemp("te")
-    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for metadata in package.parent.glob("transformer_engine-*.dist-info"):
-        shutil.copytree(metadata, folder / metadata.name)
-    return folder
+    return copy_of(Path(Source.installed().location).parent, tmp_path_factory.mktemp("te"))
 
 
-def without_site(bare: Path, code: str, *more: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, [bare, *more]))}
-    return subprocess.run(
-        [sys.executable, "-S", "-c", SETUP + textwrap.dedent(code)],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def without_site(bare: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return python("-S", "-c", SETUP + textwrap.dedent(code), cwd=Path("/"), PYTHONPATH=str(bare))
 
 
 def test_without_te(bare: Path) -> None:
@@ -153,7 +133,7 @@ def test_a_process_that_forks(pristine: Path) -> None:
 
 
 def test_nothing_is_written_beside_te_or_the_package(pristine: Path, tmp_path: Path) -> None:
-    shutil.copytree(location("te_graph_fixes"), tmp_path / "te_graph_fixes")
+    shutil.copytree(ROOT / "te_graph_fixes", tmp_path / "te_graph_fixes")
     before = [(path, path.stat().st_mtime_ns) for folder in (pristine, tmp_path) for path in folder.rglob("*")]
     code = """
     sys.dont_write_bytecode = True

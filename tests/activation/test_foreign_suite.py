@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.te
+from tests.support.child import python
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.te
 
 WARNINGS = ("error", "ignore:`torch.jit:DeprecationWarning")
 """Filters that turn every warning into an error, except torch 2.13's own warning for TE up to 2.17."""
@@ -39,18 +37,9 @@ def test_a_foreign_suite_passes_in_silence(tmp_path: Path, is_fixed: bool) -> No
     """The suite treats every warning as an error. Without the fixes, its test fails."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_graphs.py").write_text(SUITE)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TE_GRAPH_FIXES")}
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     run = ["-m", "te_graph_fixes", "run", "--", sys.executable] if is_fixed else []
-    done = subprocess.run(
-        [sys.executable, *run, "-m", "pytest", "-p", "no:cacheprovider", *(f"-W{each}" for each in WARNINGS), tmp_path],
-        cwd=tmp_path,
-        env={**inherited, "PYTHONPATH": path, "PYTHONWARNINGS": ",".join(WARNINGS)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    suite = ["-m", "pytest", "-p", "no:cacheprovider", *(f"-W{each}" for each in WARNINGS), tmp_path]
+    done = python(*run, *suite, cwd=tmp_path, PYTHONWARNINGS=",".join(WARNINGS))
     assert re.search(r"^=* ?1 (passed|failed) in [^,]*$", done.stdout, re.MULTILINE), done.stdout
     assert (done.returncode == 0) == is_fixed, done.stdout + done.stderr
     assert done.stderr == ""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.te
 VERDICTS = {fix: found.verdict for fix, found in published.examined("installed")[1].items()}
 NEEDED = sorted(fix for fix, verdict in VERDICTS.items() if verdict == Verdict.APPLICABLE)
 
-PRELUDE = """
+EVENTS = """
 import importlib, inspect, sys
 
 def check(active=True):
@@ -38,14 +38,7 @@ def check(active=True):
             assert name not in vars(getattr(module, owner) if owner else module), change
         else:
             assert runs(change.module, change.qualname, wanted), change
-"""
 
-
-def test_the_order_of_events_does_not_matter() -> None:
-    simulate(
-        "-c",
-        PRELUDE
-        + """
 import transformer_engine.pytorch as te
 import te_graph_fixes
 import transformer_engine.pytorch.graph as graph
@@ -64,9 +57,11 @@ te_graph_fixes.deactivate()
 check(active=False)
 te_graph_fixes.activate()
 check()
-""",
-        imported=(),
-    )
+"""
+
+
+def test_the_order_of_events_does_not_matter() -> None:
+    simulate("-c", EVENTS, imported=())
 
 
 def test_status_imports_neither_torch_nor_te() -> None:
@@ -101,15 +96,7 @@ def said(function, *args):
 def without():
     import te_graph_fixes
     return {status.earlier_graphs for status in te_graph_fixes.report().fixes.values() if status.status == "applied"}
-"""
 
-
-@pytest.mark.skipif(not NEEDED, reason="this TE needs no fix")
-def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
-    simulate(
-        "-c",
-        CAPTURE
-        + """
 early = capture()
 (text,) = said(__import__, "te_graph_fixes")
 assert "1 graph was captured before the fixes were applied" in text, text
@@ -125,6 +112,9 @@ except te_graph_fixes.FixNotAppliedError as error:
 else:
     raise AssertionError("no error")
 assert without() == set()
-""",
-        imported=(),
-    )
+"""
+
+
+@pytest.mark.skipif(not NEEDED, reason="this TE needs no fix")
+def test_graphs_that_were_captured_before_are_not_forgotten() -> None:
+    simulate("-c", CAPTURE, imported=())

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import te_graph_fixes
-from tests.support.child import simulate
+from tests.support.child import python, simulate
 
 pytestmark = pytest.mark.te
-
-ROOT = Path(__file__).parents[2]
-RUN = [sys.executable, "-m", "te_graph_fixes", "run"]
-
-
-def start(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
 
 JOB = """
 import os, sys
@@ -53,9 +42,10 @@ os.write(1, f"rank {rank} {text}\\n".encode())
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """Return a command that starts two ranks. The variable OF_RANK_1 contains environment variables for rank 1 only."""
+    """Return the arguments with which Python starts two ranks. OF_RANK_1 contains variables for rank 1 only."""
     (tmp_path / "job.py").write_text(JOB)
-    return [*RUN, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
+    return ["-m", "te_graph_fixes", "run", *launch]
 
 
 LINE = re.compile(
@@ -69,14 +59,14 @@ def status_lines(text: str) -> list[str]:
 
 
 def test_ranks_that_agree(torchrun: list[str]) -> None:
-    found = start(*torchrun)
+    found = python(*torchrun)
     assert found.returncode == 0, found.stderr
     assert re.fullmatch(r"rank \d same (\w{8})\nrank \d same \1\n", found.stdout)
     (line,) = status_lines(found.stderr)
     assert re.search(r" rank=0 .* mode=memory applied=\d\d missing=0 digest=", line)
     digest = line.rpartition("=")[2]
     assert digest in found.stdout
-    found = start(*torchrun, DIGEST="1a2b3c4d")
+    found = python(*torchrun, DIGEST="1a2b3c4d")
     assert re.findall(rf"rank \d The fixes .* ranks 0-1: .*digest={digest}; expects digest 1a2b3c4d", found.stdout)
 
 
@@ -90,7 +80,7 @@ def test_ranks_that_agree(torchrun: list[str]) -> None:
 )
 def test_a_rank_with_other_settings(torchrun: list[str], other: str, difference: str) -> None:
     torchrun[torchrun.index("2")] = "3"
-    found = start(*torchrun, OF_RANK_2=other, GROUP="1")
+    found = python(*torchrun, OF_RANK_2=other, GROUP="1")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert len(lines) == 2, lines  # the group consists of ranks 1 and 2

@@ -57,22 +57,13 @@ def test_a_flag(value: str, said: bool | None) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (
-            {SWITCH: "wormup-reset"},
-            f"{SWITCH}: unknown fix wormup-reset. Did you mean warmup-reset? Valid: on, ",
-        ),
-        (
-            {SWITCH: "warmup-reset,b,a"},
-            f"{SWITCH}: unknown fix a, b. Valid: on, off, upstream, ",
-        ),
+        ({SWITCH: "wormup-reset"}, f"{SWITCH}: unknown fix wormup-reset. Did you mean warmup-reset? Valid: on, "),
+        ({SWITCH: "warmup-reset,b,a"}, f"{SWITCH}: unknown fix a, b. Valid: on, off, upstream, "),
         ({SWITCH: "off,warmup-reset"}, f"{SWITCH}: unknown fix off. Valid: on, off, upstream, "),
         ({DISABLE: "on"}, f"{DISABLE}: unknown fix on. Valid: the ids that `te-graph-fixes list` prints"),
         ({SWITCH: ","}, f"{SWITCH}=',' names no fix. Unset it, or see `te-graph-fixes list`."),
         ({VERBOSE: "2"}, f"{VERBOSE}='2' is invalid. Valid values: 1, true, yes, on, 0, false, no, off"),
-        (
-            {SWITCH: "of"},
-            f"{SWITCH}: unknown fix of. Did you mean off? Valid: on, off, upstream, the ids that ",
-        ),
+        ({SWITCH: "of"}, f"{SWITCH}: unknown fix of. Did you mean off? Valid: on, off, upstream, the ids that "),
         ({STRICT: "2"}, f"{STRICT}='2' is invalid. Valid values: 1, true, yes, on, 0, false, no, off"),
     ],
 )

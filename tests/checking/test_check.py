@@ -30,13 +30,7 @@ PLAIN = {**CASES["plain-grad"].options, "bias": True}
 FUSED = {**CASES["norm-and-bias"].options, "modules": ("linear",), "weights": "cached"}
 CORRECT: dict[str, dict[str, Any]] = {
     "delayed scaling": {**FUSED, "recipe": "delayed"},
-    "an order": {
-        **PLAIN,
-        "modules": ("layernorm_linear",) * 2,
-        "weights": "marked",
-        "order": PIPELINED,
-        "reuse": True,
-    },
+    "an order": {**PLAIN, "modules": ("layernorm_linear",) * 2, "weights": "marked", "order": PIPELINED, "reuse": True},
     "experts with delayed wgrads in an order": {
         **FUSED,
         "modules": ("grouped_linear",) * 2,
@@ -103,11 +97,13 @@ def test_the_check_names_the_modules_that_it_leaves_out() -> None:
         assert (line["same"], line["found"], line["left out"]) == (True, [], 1), line
 
 
-DDP = """
+ONE_RANK = """
 import os
 import torch.distributed as dist
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 dist.init_process_group("gloo", rank=0, world_size=1)
+"""
+DDP = f"""{ONE_RANK}
 wrapped = [torch.nn.parallel.DistributedDataParallel(layer) for layer in layers]
 """
 
@@ -239,10 +235,7 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
         ({"steps": 1}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
         ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables was replayed"),
-        (
-            {"after": AGAIN},
-            "rank 0, graphs captured from now on are not compared, because the checked steps are over",
-        ),
+        ({"after": AGAIN}, "rank 0, graphs captured from now on are not compared, because the checked steps are over"),
     ],
     ids=["all", "layers", "one step", "an early end", "TE first", "no graphs", "late graphs"],
 )
@@ -289,12 +282,8 @@ def test_parameters_with_the_same_kind_of_mismatch_share_a_line() -> None:
     )
 
 
-SHARDED = """
-import os
-import torch.distributed as dist
+SHARDED = f"""{ONE_RANK}
 from torch.distributed.tensor import Shard, distribute_tensor
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-dist.init_process_group("gloo", rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 for layer in layers:
     shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
@@ -462,9 +451,9 @@ def test_without_a_check_nothing_is_imported() -> None:
     assert "'torch'" not in python("-c", code, TE_GRAPH_FIXES_CHECK="2").stdout
 
 
-RANKS = """
+SETUP = """
 from tests.simulator import install; install()
-import torch, te_graph_fixes
+import time, torch, te_graph_fixes
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
@@ -472,6 +461,18 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 options = {"params_dtype": torch.bfloat16, "device": "cuda"}
 sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+"""
+
+
+def on_two_ranks(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in two ranks of torchrun under ``te-graph-fixes run --check=2``."""
+    job = folder / "job.py"
+    job.write_text(SETUP + program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
+    return python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+
+
+RANKS = """
 order = [1, 2, 1, 2, -2, -1, -2, -1]
 reuse = {"_order": order, "_num_layers_per_chunk": [1, 1], "_reuse_graph_input_output_buffers": True}
 
@@ -519,10 +520,7 @@ dist.destroy_process_group()  # The check is still in its last step.
 @pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
     """Two ranks of torchrun under `run --check` exchange their results through gloo, and print one report."""
-    job = tmp_path / "job.py"
-    job.write_text(RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
-    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    done = on_two_ranks(RANKS, tmp_path)
     assert done.returncode == 0, done.stderr
     ends = [i for i, line in enumerate(lines(done)) if " tensors on 2 ranks" in line]
     reports = [lines(done)[i] for i in ends]
@@ -539,17 +537,10 @@ def test_one_report_for_all_ranks(tmp_path: Path) -> None:
 
 
 FAILING = """
-from tests.simulator import install; install()
-import time, torch, te_graph_fixes
-import torch.distributed as dist
-import transformer_engine.pytorch as te
-
-dist.init_process_group("gloo")
-options = {"params_dtype": torch.bfloat16, "device": "cuda"}
-x = torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+x = sample()
 graphed = te.make_graphed_callables(te.Linear(32, 32, **options), (x,))
 graphed(x).sum().backward()
-if dist.get_rank() == 0:
+if rank == 0:
     raise SystemError
 time.sleep(100)
 """
@@ -557,14 +548,10 @@ time.sleep(100)
 
 @pytest.mark.full
 def test_a_failed_rank_does_not_wait(tmp_path: Path) -> None:
-    job = tmp_path / "job.py"
-    job.write_text(FAILING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
     start = time.monotonic()
-    done = python("-m", "te_graph_fixes", "run", "--check=2", *torchrun)
+    done = on_two_ranks(FAILING, tmp_path)
     assert time.monotonic() - start < PATIENCE - 10
     assert "SystemError" in done.stderr
     assert re.search(
-        "1 step, 1 callable, .*; this counts only rank 0, because the ranks could not exchange ",
-        done.stderr,
+        "1 step, 1 callable, .*; this counts only rank 0, because the ranks could not exchange ", done.stderr
     )

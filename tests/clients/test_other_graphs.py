@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import published
-from tests.support.child import simulate
+from tests.support.child import run_program, simulate
 from tests.verify.driver.program import Program
 
 pytestmark = pytest.mark.te
@@ -36,16 +36,10 @@ def test_other_graphs_equal_eager_runs() -> None:
 
 
 CAPTURE_OF_OTHERS = """
-import gc, weakref, torch
-import te_graph_fixes
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-te_layer, layer = (te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
-x = torch.ones(32, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-te.make_graphed_callables(te_layer, (x,), enabled=True, recipe=DelayedScaling())
+layer, x = linear(), random()
+te.make_graphed_callables(linear(), (x,), enabled=True, recipe=DelayedScaling())
 set_capture_start()
 graph = torch.cuda.CUDAGraph()
 with te.autocast(enabled=True, recipe=DelayedScaling()):
@@ -55,14 +49,14 @@ with te.autocast(enabled=True, recipe=DelayedScaling()):
 set_capture_end()
 scale = weakref.ref(layer.fp8_meta["scaling_fwd"].scale)
 del layer, graph
-FP8GlobalStateManager.reset()
+Manager.reset()
 gc.collect()
 assert scale() is None, gc.get_referrers(scale())
 """
 
 
 def test_tensors_of_other_captures_are_freed() -> None:
-    simulate("-c", CAPTURE_OF_OTHERS)
+    run_program(CAPTURE_OF_OTHERS)
 
 
 def main(ways: list[str]) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,14 +146,7 @@ def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
         ["status"],
         ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "te_graph_fixes", *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(source("2.14.0"))])},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "warmup-main-grads" in done.stdout
 

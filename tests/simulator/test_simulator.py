@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.child import on_simulator, python, simulate
+from tests.support.child import ROOT, on_simulator, python, simulate
 
 pytestmark = pytest.mark.te
 
-ROOT = Path(__file__).parents[2]
 EVERYWHERE = ROOT / "tests" / "simulator" / "everywhere"
 PARTS = ("graphs", "extension", "blocks")
 GPUS = ("hopper", "blackwell", "blackwell-rtx")

@@ -9,7 +9,7 @@ import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from tests.support import published
-from tests.support.child import measured, simulate
+from tests.support.child import measured, run_program
 from tests.support.megatron_orders import interleaved
 from tests.verify.cases import Case
 
@@ -64,8 +64,6 @@ def test_a_fix_adds_nothing_to_the_peak(without: dict[str, int], fix: str) -> No
 
 
 MAIN_GRADS = """
-import json, te_graph_fixes, torch, transformer_engine.pytorch as te
-
 class Layer(te.Linear):
     fails = False
 
@@ -80,22 +78,19 @@ class Layer(te.Linear):
         if self.calls == 2:
             raise ZeroDivisionError
 
-options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": True}
+options = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
 
 def capture(main_grads, fails=False, training=True):
     layers = [Layer(32, 32, **options).train(training) for _ in main_grads]
     for layer, main_grad in zip(layers, main_grads):
         layer.weight.main_grad, layer.weight.grad_added_to_main_grad = main_grad, False
     layers[-1].fails = fails
-    samples = tuple((torch.ones(16, 32, dtype=torch.bfloat16, device="cuda", requires_grad=True),) for _ in layers)
-    try:
-        te.make_graphed_callables(tuple(layers), samples)
-    except ZeroDivisionError:
-        pass
+    with contextlib.suppress(ZeroDivisionError):
+        te.make_graphed_callables(tuple(layers), tuple((random(16, 32),) for _ in layers))
     assert all(layer.weight.main_grad is each for layer, each in zip(layers, main_grads))
 
-def numbers(*shape, **options):
-    return torch.randn(*shape, device="cuda", **options)
+def numbers(*shape, dtype=torch.float32):
+    return random(*shape, grad=False, dtype=dtype)
 
 buffer = numbers(3 * 32 * 32 + 100)
 zeros, one = torch.zeros(32, 32, device="cuda"), numbers(32, 32)
@@ -121,7 +116,7 @@ print(json.dumps(changed))
 
 def changed_main_grads(setting: str) -> list[str]:
     """Return the names of the programs in which a capture changes a ``main_grad`` or the memory next to it."""
-    return json.loads(simulate("-c", MAIN_GRADS, TE_GRAPH_FIXES=setting))
+    return json.loads(run_program(MAIN_GRADS, TE_GRAPH_FIXES=setting))
 
 
 def test_warmup_leaves_main_grads_as_they_were() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from te_graph_fixes.fixes import CATALOGUE
 from tests.support import published
-from tests.support.child import gpu, on_simulator, outcome, python
+from tests.support.child import ROOT, gpu, on_simulator, outcome, python
 from tests.support.child import measured as measured_in_child
 from tests.verify import runner
 from tests.verify.__main__ import main
@@ -22,7 +21,6 @@ from tests.verify.runner import Child, Outcome, Row
 
 pytestmark = pytest.mark.te
 
-ROOT = Path(__file__).parents[2]
 BESIDE = (
     *("recompute-in-an-autocast", "recompute-after-another", "operation-alone", "last-send-before-cooldown"),
     *("fp8-params-of-master", "fp8-experts-no-grad", "inference-and-eager-training", "cached-after-other-recipe"),
@@ -280,8 +278,7 @@ def test_no_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 def test_the_parent_imports_neither_torch_nor_te() -> None:
     code = "import sys; from tests.verify.__main__ import main; main([])\n"
     code += "print({'torch', 'transformer_engine'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert python("-c", code).stdout == "set()\n"
 
 
 def test_the_users_choice_of_fixes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
