@@ -150,6 +150,10 @@ def _without_imports(text: str) -> str:
             rest = "".join([*lines[: node.lineno - 1], *lines[node.end_lineno :]])
             names = [alias for alias in node.names if re.search(rf"\b{alias.asname or alias.name}\b", rest)]
             if getattr(node, "module", "") != "__future__" and len(names) < len(node.names):
-                kept = [f"{ast.unparse(type(node)(**{**vars(node), 'names': names}))}\n"] if names else []
-                lines[node.lineno - 1 : node.end_lineno] = kept
+                lines[node.lineno - 1 : node.end_lineno] = [import_of(node, names)] if names else []
     return re.sub(r"\n{3,}(?=import |from )", "\n\n", "".join(lines))
+
+
+def import_of(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> str:
+    """Return the line of an import with only these of its names."""
+    return ast.unparse(type(node)(**{**vars(node), "names": names})) + "\n"

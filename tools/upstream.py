@@ -21,7 +21,7 @@ from te_graph_fixes.fixes import assess
 from te_graph_fixes.patching.installation import patched
 from te_graph_fixes.patching.source import Source
 
-from .reduced import reduced
+from .reduced import import_of, reduced
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "upstream"
@@ -107,7 +107,7 @@ def with_test(tests: str, test: str) -> str:
     tree, theirs = ast.parse(test), ast.parse(tests)
     known = {name.asname or name.name for node in theirs.body for name in getattr(node, "names", ())}
     imports = [
-        ast.unparse(type(node)(**{**vars(node), "names": missing}))
+        import_of(node, missing)
         for node in tree.body
         if isinstance(node, (ast.Import, ast.ImportFrom))
         and (missing := [name for name in node.names if (name.asname or name.name) not in known])
@@ -119,7 +119,7 @@ def with_test(tests: str, test: str) -> str:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     ]
     anchor = "from utils import"
-    tests = tests.replace(anchor, "".join(f"{line}\n" for line in imports) + anchor, 1)
+    tests = tests.replace(anchor, "".join(imports) + anchor, 1)
     return "\n\n\n".join([tests.rstrip("\n"), *definitions]) + "\n"
 
 
