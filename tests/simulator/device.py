@@ -53,8 +53,8 @@ def install() -> None:
         pin_memory=lambda self, device=None: self,
         record_stream=lambda self, stream: None,
         to=_to(torch.Tensor.to),
-        cuda=_cuda,
-        cpu=_cpu,
+        cuda=lambda self, *args, **kwargs: self.to(CUDA),
+        cpu=lambda self, *args, **kwargs: self.to(CPU),
     )
     replace(DeviceContext, __init__=_device_context(DeviceContext.__init__))
 
@@ -179,16 +179,6 @@ def _to(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return mark_on_host(result) if (device or _device(self)).type == "cpu" else result
 
     return to
-
-
-def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return this tensor as a GPU tensor, like ``Tensor.cuda``."""
-    return self.to(CUDA)
-
-
-def _cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return this tensor as a host tensor, like ``Tensor.cpu``."""
-    return self.to(CPU)
 
 
 def _device_context(function: Callable[..., None]) -> Callable[..., None]:

@@ -163,22 +163,6 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _synchronize(device: Any = None) -> None:
-    refuse_in_capture("torch.cuda.synchronize")
-
-
-def _memory_allocated(device: Any = None) -> int:
-    return memory.allocated()
-
-
-def _max_memory_allocated(device: Any = None) -> int:
-    return memory.peak()
-
-
-def _reset_peak_memory_stats(device: Any = None) -> None:
-    memory.reset_peak()
-
-
 def _memory_reserved(device: Any = None) -> int:
     return sum(pool.reserved() for pool in memory.pools())
 
@@ -223,7 +207,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "get_device_name": lambda device=None: PROPERTIES.name,
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_arch_list": lambda: [f"sm_{sm_arch()}"],
-    "synchronize": _synchronize,
+    "synchronize": lambda device=None: refuse_in_capture("torch.cuda.synchronize"),
     "Stream": Stream,
     "Event": Event,
     "stream": _stream_context,
@@ -243,9 +227,9 @@ _REPLACEMENTS: dict[str, Any] = {
     "set_rng_state_all": lambda states: _set_rng_state(states[0]),
     "empty_cache": _ignore,
     "ipc_collect": _ignore,
-    "reset_peak_memory_stats": _reset_peak_memory_stats,
-    "max_memory_allocated": _max_memory_allocated,
-    "memory_allocated": _memory_allocated,
+    "reset_peak_memory_stats": lambda device=None: memory.reset_peak(),
+    "max_memory_allocated": lambda device=None: memory.peak(),
+    "memory_allocated": lambda device=None: memory.allocated(),
     "memory_reserved": _memory_reserved,
     "max_memory_reserved": _memory_reserved,
     "nvtx": SimpleNamespace(range_push=_ignore, range_pop=_ignore, mark=_ignore, range=_nothing),

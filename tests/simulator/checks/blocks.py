@@ -23,11 +23,7 @@ from .extension import E4M3, E5M2, close, gemm, gpu
 
 FIELDS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 SHAPES = ((64, 128), (256, 192), (128, 512))
-NVFP4 = {
-    "plain": {},
-    "2d": {"with_2d_quantization": True},
-    "rht": {"with_rht": True, "with_post_rht_amax": True},
-}
+NVFP4 = {"plain": {}, "2d": {"with_2d_quantization": True}, "rht": {"with_rht": True, "with_post_rht_amax": True}}
 
 
 def reference() -> Any:

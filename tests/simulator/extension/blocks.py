@@ -327,10 +327,7 @@ def fields_of(quantizer, shape, columnwise):
     data = [columns, *shape[:-1]] if columnwise else list(shape)
     if kind == TILED:
         high, wide = (tiles(lines), tiles(along)) if quantizer.block_scaling_dim == 2 else (tiles(along), lines)
-        return [
-            (f"{side}_data", data, torch.uint8),
-            (f"{side}_scale_inv", [high, -(-wide // 4) * 4], torch.float32),
-        ]
+        return [(f"{side}_data", data, torch.uint8), (f"{side}_scale_inv", [high, -(-wide // 4) * 4], torch.float32)]
     block = MX_BLOCK if kind == MX else NV_BLOCK
     if rows % block or columns % block:
         raise RuntimeError(

@@ -22,29 +22,11 @@ class DType(IntEnum):
     kFloat4E2M1 = 10
 
 
-class FP8FwdTensors(IntEnum):
-    """The tensors of a forward that have scales."""
-
-    GEMM1_INPUT = 0
-    GEMM1_WEIGHT = 1
-    GEMM1_OUTPUT = 2
-    GEMM2_INPUT = 3
-    GEMM2_WEIGHT = 4
-    GEMM2_OUTPUT = 5
-    GEMM3_INPUT = 6
-    GEMM3_WEIGHT = 7
-    GEMM3_OUTPUT = 8
-
-
-class FP8BwdTensors(IntEnum):
-    """The tensors of a backward that have scales."""
-
-    GRAD_OUTPUT1 = 0
-    GRAD_INPUT1 = 1
-    GRAD_OUTPUT2 = 2
-    GRAD_INPUT2 = 3
-    GRAD_OUTPUT3 = 4
-    GRAD_INPUT3 = 5
+_OF_FORWARDS = [f"GEMM{number}_{part}" for number in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")]
+_OF_BACKWARDS = [f"GRAD_{part}{number}" for number in (1, 2, 3) for part in ("OUTPUT", "INPUT")]
+FP8FwdTensors = IntEnum("FP8FwdTensors", _OF_FORWARDS, start=0)
+FP8BwdTensors = IntEnum("FP8BwdTensors", _OF_BACKWARDS, start=0)
+"""The tensors of a forward and of a backward that have scales."""
 
 
 class Float8BlockScaleTensorFormat(IntEnum):
