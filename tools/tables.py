@@ -14,16 +14,7 @@ from te_graph_fixes.manifest import NAME as MANIFEST
 from tests.support.child import ROOT, python
 from tests.support.published import needed, source
 
-PAGES = tuple(
-    ROOT / name
-    for name in (
-        "README.md",
-        "SECURITY.md",
-        "docs/symptoms.md",
-        "docs/images.md",
-        "docs/how.md",
-    )
-)
+PAGES = tuple(ROOT / name for name in ("README.md", "SECURITY.md", "docs/symptoms.md", "docs/images.md", "docs/how.md"))
 SHOWN = "2.14.0"
 """The version of TE in NeMo 26.04. docs/how.md counts the changes of the fixes to this version."""
 

@@ -214,11 +214,7 @@ OFF = (log(RIGHT, VERSIONS), 0)
         ([(log(WRONG), 0), (log(RIGHT), 0)], "1 of 16 | 0 | -", True),
         ([(CRASH, 1), (log(RIGHT), 0)], "raises RuntimeError: Could not infer dtype | 0 | -", True),
         ([(log(RIGHT), 0), (log(WRONG), 0)], "0 | 1 of 16 | -", False),
-        (
-            [(log(RIGHT), 0), (log(RIGHT), 0), (log(WRONG, EQUAL), 0)],
-            "0 | 0 | changes the training: 1 of 16",
-            False,
-        ),
+        ([(log(RIGHT), 0), (log(RIGHT), 0), (log(WRONG, EQUAL), 0)], "0 | 0 | changes the training: 1 of 16", False),
     ],
     ids=["fixed", "unchecked", "raises", "wrong", "check-changes"],
 )

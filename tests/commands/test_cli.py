@@ -34,10 +34,8 @@ def test_a_diff_applies_to_a_file_with_carriage_returns(tmp_path: Path, cli: Cli
     status, out, _ = cli("diff", "--source", tree)
     texts = baked_files(decide(read(Source.at(tree)), Settings()))
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
-    assert (status, {path: (tree / path).read_bytes().decode() for path in texts}) == (
-        0,
-        {path: after for path, (_, after) in texts.items()},
-    )
+    assert status == 0
+    assert all((tree / path).read_bytes().decode() == after for path, (_, after) in texts.items())
     assert graph.read_bytes().count(b"\r\n") == graph.read_bytes().count(b"\n")
     assert read_manifest(Source.at(tree))
 
@@ -200,11 +198,8 @@ def test_an_invalid_setting_is_an_error_of_commands_that_use_it(cli: Cli, monkey
     monkeypatch.setenv(SWITCH, "of")
     assert cli("list")[::2] == (0, "")
     status, out, err = cli("status")
-    assert (status, out, err.startswith(f"te-graph-fixes: {SWITCH}: unknown fix of. Did you mean off? ")) == (
-        2,
-        "",
-        True,
-    )
+    assert (status, out) == (2, "")
+    assert err.startswith(f"te-graph-fixes: {SWITCH}: unknown fix of. Did you mean off? ")
 
 
 def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -251,12 +246,6 @@ def test_a_missing_dependency_is_one_line(missing: str, command: str, tmp_path: 
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert done.stderr.startswith("te-graph-fixes: ")
     assert missing in done.stderr
-
-
-def test_no_te_names_the_interpreter(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    said = f"te-graph-fixes: transformer_engine is not installed in {sys.executable}"
-    assert cli("status") == (2, "", f"{said}\n")
 
 
 def test_status_of_the_installed_te_names_the_check(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

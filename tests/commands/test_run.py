@@ -123,10 +123,8 @@ def test_a_job_that_lacks_a_fix_ends_with_an_error(run: Run) -> None:
         assert message.splitlines()[1].endswith(advice)
     caught = "try: import transformer_engine.pytorch\nexcept RuntimeError as error: print(type(error).__name__)\n1 / 0"
     done = run(sys.executable, "-c", caught, TE_GRAPH_FIXES_DISABLE="")
-    assert (done.stdout, done.stderr.splitlines()[-1]) == (
-        "FixNotAppliedError\n",
-        "ZeroDivisionError: division by zero",
-    )
+    assert done.stdout == "FixNotAppliedError\n"
+    assert done.stderr.endswith("\nZeroDivisionError: division by zero\n")
     done = run(sys.executable, "-c", STATE, TE_GRAPH_FIXES_DISABLE="", TE_GRAPH_FIXES_STRICT="0")
     assert (done.returncode, done.stdout) == (0, "True\n")
     assert "<string>:1: TEGraphFixesWarning: " in done.stderr  # The warning names the line of the program.

@@ -7,7 +7,6 @@ bit-identical to training without graphs. Otherwise it is 1.
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from te_graph_fixes.checking.difference import relative_error
 from te_graph_fixes.patching.source import Source
 from tests.support.child import ROOT
 from tests.support.published import source
@@ -40,7 +40,8 @@ def main() -> int:
     print(f"\n{'loss':22}" + "".join(f"{f'step {step}':>10}" for step in range(1, STEPS + 1)))
     for name, steps in named.items():
         print(f"  {name:20}" + "".join(f"{step['loss']:10.5f}" for step in steps))
-    errors = [_error(a["outputs"], b["outputs"]) for a, b in zip(graphs, off, strict=True)]
+    outputs = [[torch.cat(step["outputs"]) for step in steps] for steps in (graphs, off)]
+    errors = [float(relative_error(found, wanted)) for found, wanted in zip(*outputs, strict=True)]
     wrong = next((step for step, error in enumerate(errors, 1) if error > 0.1), None)
     same = all(_same(a, b) for a, b in zip(fixed, off, strict=True))
     if wrong is None or not same:
@@ -74,15 +75,6 @@ def _train(name: str, way: str, switch: str, te: Path) -> Steps:
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     pairs = [*zip(a["outputs"], b["outputs"], strict=True), *zip(a["gradients"], b["gradients"], strict=True)]
     return bool(a["loss"] == b["loss"]) and all(torch.equal(one, other) for one, other in pairs)
-
-
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return math.hypot(*(float(tensor.double().norm()) for tensor in tensors))
-
-
-def _error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Return the relative error: the norm of the difference, divided by the norm of ``wanted``."""
-    return _norm([a.double() - b.double() for a, b in zip(found, wanted, strict=True)]) / _norm(wanted)
 
 
 if __name__ == "__main__":

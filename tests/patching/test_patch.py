@@ -242,10 +242,7 @@ TEXT = function("x = a\nfor y in b:\n    x = run(x)\n")
         (hunk(" x = b"), r"looked for `x = b` in run \(code.py:1\), found none \(line 1 of the patch\)"),
         (hunk(" for y in b:\n     x = a"), "looked for `x = a` in run .*, found none"),
         (hunk(" x = a\n for y in c:\n     x = a"), "looked for `for y in c:` in run .*, found none"),
-        (
-            hunk(" x = ANY"),
-            "looked for exactly 1 `x = ANY` in run .*, found 2 .lines 2, 4. .line 1 of the patch",
-        ),
+        (hunk(" x = ANY"), "looked for exactly 1 `x = ANY` in run .*, found 2 .lines 2, 4. .line 1 of the patch"),
         (hunk(" x = a", " (2 times)"), "exactly 2 `x = a` .*, found 1"),
         (hunk(" x = b", " (at least once)"), "found none"),
         (hunk(" x = a", " (0 times)"), "exactly 0 `x = a` .*, found 1"),

@@ -8,13 +8,7 @@ import pytest
 
 from te_graph_fixes.fix import Fix
 from te_graph_fixes.patching.matching import Pattern
-from te_graph_fixes.patching.source import (
-    Definition,
-    ModuleSource,
-    Source,
-    TENotFoundError,
-    UnrecognizedError,
-)
+from te_graph_fixes.patching.source import Definition, ModuleSource, Source, TENotFoundError, UnrecognizedError
 from te_graph_fixes.status import Verdict
 
 CODE = "transformer_engine.pytorch.code"
@@ -163,9 +157,6 @@ def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
 def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
     run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        return a[i]\n")
     (match,) = run.exactly(1, Pattern.of("if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]"))
-    assert {name: run.text(node) for name, node in match.bound.items()} == {
-        "ANY_TEST": "x",
-        "ANY_A": "a",
-        "ANY_INDEX": "i",
-    }
+    found = {name: run.text(node) for name, node in match.bound.items()}
+    assert found == {"ANY_TEST": "x", "ANY_A": "a", "ANY_INDEX": "i"}
     assert match.nodes[0] is run.one("if ANY: ...")
