@@ -6,17 +6,11 @@ import gc
 import itertools
 from functools import partial
 
+import torch
+import transformer_engine.pytorch as te
+
 from tests.programs import PROGRAMS, program
-from tests.support.training import (
-    BF16,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    linear,
-    random,
-    te,
-    torch,
-)
+from tests.support.training import BF16, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, linear, random
 
 DELAYED = DelayedScaling(amax_history_len=4)
 OUTSIDE, INSIDE = {"replay": torch.enable_grad}, {"enabled": True, "recipe": DELAYED}

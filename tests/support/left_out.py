@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import transformer_engine.pytorch as te
+
 from tests.support import shared_constants
-from tests.support.training import (
-    BF16,
-    DelayedScaling,
-    Float8CurrentScaling,
-    Manager,
-    WithSplits,
-    gc,
-    linear,
-    te,
-    torch,
-)
+from tests.support.training import BF16, DelayedScaling, Float8CurrentScaling, Manager, WithSplits, linear
 
 
 def ones() -> torch.Tensor:
