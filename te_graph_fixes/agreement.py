@@ -14,7 +14,7 @@ from .status import Status
 from .text import by_reason, named
 
 _MOST_DESCRIBED = 8
-"""The error describes up to this number of different records, and lists up to this number of ranges of ranks."""
+"""The error describes up to this number of groups of equal ranks, and lists up to this number of ranges of ranks."""
 
 
 def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> None:
@@ -22,7 +22,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
     Call it on all ranks, after the import of TransformerEngine and ``init_process_group``. A rank without fixes, as
     with ``TE_GRAPH_FIXES=off``, misses all of them. If ``digest`` is not None, it is the `Report.digest` that each rank
-    must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 16 bytes, and
+    must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 8 bytes, and
     details only before an error.
 
     Raise ValueError without a process group, outside the group, and for a digest that is malformed.
@@ -41,7 +41,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
         problems = ["all fixes are off"]
     if digest not in (None, own.digest):
         problems.append(f"expects digest {digest}")
-    ranks = _ranks_by_record(_gathered([int(own.digest, 16), len(problems)], group))
+    ranks = _equal_ranks(_gathered(2 * int(own.digest, 16) + bool(problems), group))
     if not problems and len(ranks) == 1:
         return
     if group is not None:
@@ -52,23 +52,23 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     raise FixNotAppliedError(_difference(ranks, described))
 
 
-def _gathered(record: list[int], group: Any) -> list[list[int]]:
-    """Return the records of all ranks, in the order of the ranks. Each number of a record has eight bytes."""
+def _gathered(number: int, group: Any) -> list[int]:
+    """Return the numbers of all ranks, each of eight bytes, in the order of the ranks."""
     import torch
     from torch import distributed
 
     backend = str(distributed.get_backend(group))
     device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-    records = torch.empty((distributed.get_world_size(group), len(record)), dtype=torch.int64, device=device)
-    distributed.all_gather([*records.unbind()], records.new_tensor(record), group)
-    return list(records.tolist())
+    numbers = torch.empty(distributed.get_world_size(group), dtype=torch.int64, device=device)
+    distributed.all_gather([*numbers.split(1)], numbers.new_tensor([number]), group)
+    return list(numbers.tolist())
 
 
-def _ranks_by_record(records: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ranks that sent equal records, as one list for each different record, the longest list first."""
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, record in enumerate(records):
-        ranks.setdefault(tuple(record), []).append(rank)
+def _equal_ranks(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the ranks that sent equal numbers, as one list for each different number, the longest list first."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        ranks.setdefault(number, []).append(rank)
     return sorted(ranks.values(), key=len, reverse=True)
 
 

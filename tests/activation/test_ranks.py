@@ -108,9 +108,9 @@ te_graph_fixes.require_same_on_all_ranks()
 gathered, details_of = agreement._gathered, agreement._details_of
 others = 3, *range(17, 40), 9999
 
-def received(record, group):
-    assert gathered(record, group) == [record] * 10_000
-    return [[0, 0] if rank in others else record for rank in range(10_000)]
+def received(number, group):
+    assert gathered(number, group) == [number] * 10_000
+    return [0 if rank in others else number for rank in range(10_000)]
 
 def measure(call):
     tracemalloc.start()
