@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 _NO_SYNTAX = ("ctx", "kind", "type_comment")
 _GAP = ast.Constant(...)
 
-
 Bindings = Mapping[Any, Any]
 """The source nodes matched by the parts of a pattern: by each ``ANY_NAME``, and by each located node of the pattern.
 
