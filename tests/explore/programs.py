@@ -223,7 +223,11 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.delay and p.takes_grads and "grouped_linear" in p.modules and "eager_step" in p.events)
     ),
     "a frozen layernorm_linear may overlook that its eager input needs a gradient": lambda p: (
-        "delayed" not in (p.recipe, p.other) or all(p.modules[number] != "layernorm_linear" for number in p.frozen)
+        "delayed" not in (p.recipe, p.other)
+        or not any(name == "layernorm_linear" for number, name in enumerate(p.modules) if number in p.frozen)
+    ),
+    "a te.checkpoint without gradients leaves its copy of the scales to the next recomputation": (
+        lambda p: not (p.first == "distillation" and p.weights == "cached" and "te" in p.checkpoints)
     ),
     "distillation would overwrite the sample argument that holds its input": lambda p: (
         p.first != "distillation" or not p.same_input
