@@ -56,6 +56,7 @@ ELSEWHERE = {
     "te-graph-fixes run --check=2,strict torchrun ...": "tests/checking/test_check.py",
     "te-graph-fixes run --check CMD": "tests/checking/test_check.py",
     f"TE_GRAPH_FIXES=off {CHECKED} --exit-interval 10 ...": "tests/checking/test_check.py",
+    f"{CHECKED} --exit-interval 10 ...": "tests/checking/test_check.py",
     "te-graph-fixes run CMD": "tests/commands/test_run.py",
     "TE_GRAPH_FIXES=off te-graph-fixes run --check CMD": "tests/checking/test_check.py",
     "python -m tools.newest te --ref pull/3353/merge": "tests/project/test_newest.py",
