@@ -65,7 +65,6 @@ PATCH = """
 +from ._te_fp8_state_at_replay import current_capture
 +
 +fp8_capture = current_capture()
-+outside_of_autocast = set()
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
 +fp8_capture.begin_forward(replays.of(fwd_graph))
@@ -80,7 +79,7 @@ PATCH = """
  ret = []
 @@
 -te_modules = visited_te_modules.get(i, set())
-+te_modules = {m for m in visited_te_modules.get(i, ()) if (i, m) not in outside_of_autocast}
++te_modules = replays[i].fp8_state.in_autocast
 
 @@ graph.py _make_graphed_callables._run_warmup_forward (if there)
 +fp8_capture.begin_warmup(replays[func_idx])
@@ -94,11 +93,6 @@ PATCH = """
 @@ graph.py make_graphed_callables.call_func
  outputs = old_call_funcs[block_cls](self, *args, **kwargs)
 +end_captured_forward(self)
-
-@@ graph.py _make_graphed_callables.hook_fn (at its start)
-+if not (FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.fp8_graph_capturing()):
-+    # A module without FP8, or in its own autocast, must not get the recipe of the replay's autocast.
-+    outside_of_autocast.update((func_idx, m) for m in module.modules())
 
 @@ graph.py make_graphed_callables
 +from ._te_fp8_state_at_replay import begin_capture

@@ -22,7 +22,7 @@ PATCH = """
 @@
  func = graph_callables[ANY_INDEX]
  te_modules = visited_te_modules.get(ANY_INDEX, set())
-+RecipeStates(replays[ANY_INDEX], func, te_modules)
++RecipeStates(replays[ANY_INDEX])
 """
 
 FIX = Fix(

@@ -12,9 +12,8 @@ class FirstModule:
 
     def __init__(self, replay: Any) -> None:
         """Add the step to the replays of the graph."""
-        self._used = replay.fp8_state
-        self._is_in_graph = self._used.has_first_module or self._used.has_own_backward
-        if self._used.has_first_module:
+        self._replay = replay
+        if replay.fp8_state.has_first_module:
             replay.add("forward deliver", "take first module", self.take)
 
     def is_in_graph(self) -> bool:
@@ -22,16 +21,18 @@ class FirstModule:
 
         Outside of an autocast, return whether the graph contains an autocast with an FP8 module that has a backward.
         """
-        if not self._is_in_graph:
-            return False
-        return bool(is_first_module()) if autocast_depth() else bool(self._used.has_own_backward)
+        used = self._replay.fp8_state
+        if not autocast_depth():
+            return bool(used.has_own_backward)
+        return is_first_module() and bool(used.has_first_module or used.has_own_backward)
 
     def take(self, ctx: Any, outputs: Any) -> Any:
         """Take the flag if an input or a parameter needs a gradient, as an eager module does. Return ``outputs``.
 
         Parameters without a gradient in the capture, such as a router's, are not in ``ctx.needs_input_grad``.
         """
-        if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, self._used.owners))):
+        in_autocast = self._replay.fp8_state.in_autocast
+        if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, in_autocast))):
             set_first_module(False)
         return outputs
 

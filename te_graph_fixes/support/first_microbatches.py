@@ -11,21 +11,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-_thread = threading.local()
-"""``listener`` receives ``is_first_microbatch`` of each call while this thread warms up or captures a forward.
-
-``as_first`` notes the calls with ``is_first_microbatch=True`` while this thread captures.
-"""
-
-
 MARK = "is_first_microbatch"
+_thread = threading.local()
+"""``listener`` gets the module and the ``is_first_microbatch`` of each call that this thread warms up or captures."""
 _MISSING = object()
 
 
@@ -70,56 +66,47 @@ class FirstMicrobatches:
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
         self._saved = SavedState(modules)
-        self.marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
-        # Map each module to the innermost marked module that contains it, because `marks` lists outer modules first.
-        self._owners = {inner: owner for owner in self.marks for inner in owner.modules()}
-        self.told_first: set[Any] = set()
+        self._marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
+        self._told_first: set[Any] = set()
         self._told_later: set[Any] = set()
-        self.marked_by_class: set[Any] = set()
-        self.kept: set[Any] = set()
-        """The modules whose forward does not clear a mark that is True."""
         self._caches_weights = caches_weights
-        self._needs_flags = True
-        self._flags: dict[Any, GraphFlags] = {}
 
     def restore(self) -> None:
-        """Restore the marks that the warmup has cleared, and note which marks are plain attributes of a class.
+        """Restore the marks that the warmup has cleared.
 
         If the warmup passed only False to a module outside of all marked modules, also restore the weights that the
         module had cached before the warmup. If it had cached none, its first replay quantizes the current weights, as
         an eager forward would.
         """
-        self.marked_by_class = {
-            module
-            for module in self.marks
-            if MARK not in vars(module) and not hasattr(inspect.getattr_static(type(module), MARK, None), "__set__")
-        }
         self._saved.restore_marks()
         if not self._caches_weights:
-            self._saved.restore_weights(self._told_later - self.told_first - self._owners.keys())
+            marked = {module for owner in self._marks for module in owner.modules()}
+            self._saved.restore_weights(self._told_later - self._told_first - marked)
 
-    @contextlib.contextmanager
-    def during_warmup(self, state: Any) -> Iterator[None]:
-        """While active, record the ``is_first_microbatch`` that each call of the warmup passes, through `flag_of`."""
-        self._needs_flags = False
-        with self._without_shared_flag(state, self):
-            yield
+    def during_warmup(self, state: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context that records the ``is_first_microbatch`` of each call in the warmup."""
+        return self._listening(state, self._note_warmup)
+
+    def _note_warmup(self, module: Any, is_first: bool) -> None:
+        if not self._caches_weights and FP8GlobalStateManager.is_fp8_enabled():
+            (self._told_first if is_first else self._told_later).add(module)
 
     @contextlib.contextmanager
     def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
         """While active, make the captured graph of ``function`` read its own flags, which ``replay`` fills."""
-        owners = [module for module in _modules(function) if module in self.marks]
-        flags = None
-        if self._needs_flags and not self._caches_weights:
-            flags = self._flags[replay] = GraphFlags(owners, self)
+        has_flags = not self._caches_weights and bool(self._told_first or self._told_later)
+        owners = [module for module in _modules(function) if module in self._marks]
+        flags, as_first = GraphFlags(owners, has_flags), _AsFirst()
+        replay.skip_flags = flags
+        if has_flags:
             replay.add("forward prepare", "fill flags of modules", flags.fill)
         elif not self._caches_weights and _takes_marks(function):
             replay.add("forward check", "require first microbatch", _refuse_reuse)
-        with self._without_shared_flag(state, flags) as as_first:
+        with self._listening(state, partial(self._flag_of, flags, as_first)):
             yield
-        if as_first:
-            replay.add("forward check", "require first microbatch", as_first.check)
-        self.kept.update(owner for owner in owners if owner.is_first_microbatch)
+        flags.note_kept_marks()
+        if as_first.always or as_first.in_training:
+            replay.add("forward check", "require first microbatch", as_first.check_forward)
 
     @contextlib.contextmanager
     def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
@@ -127,69 +114,128 @@ class FirstMicrobatches:
 
         A call with ``is_first_microbatch=True`` reads the flags of the graph, which the forward has filled.
         """
-        with self._without_shared_flag(state, self._flags.get(replay), in_backward=True) as as_first:
+        flags, as_first = replay.skip_flags, _AsFirst()
+
+        def flag_of(module: Any, is_first: bool) -> torch.Tensor | None:
+            return self._flag_of(flags, as_first, module, is_first) if is_first else None
+
+        with self._listening(state, flag_of):
             yield
-        if as_first:
-            replay.add("backward check", "require first microbatch", as_first.check)
+        if as_first.always or as_first.in_training:
+            replay.add("backward check", "require first microbatch", as_first.check_backward)
 
     @contextlib.contextmanager
-    def _without_shared_flag(self, state: Any, listener: Any, in_backward: bool = False) -> Iterator[_AsFirst]:
-        """Hide TE's shared flag in ``state`` from a capture without cached weights.
-
-        Yield a record of the calls with ``is_first_microbatch=True``.
-        """
+    def _listening(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
+        """While active, send each call to ``listener``, and hide TE's shared flag if the capture caches no weights."""
         shared = state.skip_fp8_weight_update_tensor
-        _thread.as_first = _AsFirst(self._owners, in_backward)
         if not self._caches_weights:
             state.skip_fp8_weight_update_tensor = None
-            _thread.listener = listener
+        _thread.listener = listener
         try:
-            yield _thread.as_first
+            yield
         finally:
             state.skip_fp8_weight_update_tensor = shared
-            _thread.listener = _thread.as_first = None
+            _thread.listener = None
 
-    def flag_of(self, module: Any, is_first: bool | None) -> None:
-        """Record the ``is_first_microbatch`` of one call of a module in the warmup."""
-        self._needs_flags |= is_first is not None
-        if is_first is not None:
-            (self.told_first if is_first else self._told_later).add(module)
+    def _flag_of(self, flags: GraphFlags, as_first: _AsFirst, module: Any, is_first: bool) -> torch.Tensor | None:
+        """Return the flag that a call of ``module`` reads, or None if the call does the same in each replay.
+
+        A module that is called with False each time gets no flag, and its graph reuses the weights of an earlier call.
+        A module without a mark that the warmup also called with True gets the constant flag, so its graph quantizes the
+        weights at each replay. A module that fuses wgrads gets no flag while its mark is True, because a flag would
+        keep the graph from overwriting ``main_grad``. A replay repeats a call with True that gets no flag.
+        """
+        owner = flags.owners.get(module)
+        is_marked = owner is not None and owner.is_first_microbatch
+        overwrites = torch.is_grad_enabled() and _fuses_wgrads(module)
+        if is_first:
+            may_change = is_marked and not overwrites
+        else:
+            may_change = module in self._told_first or (owner is not None and not self._marks[owner])
+        flag = None
+        if may_change and flags.by_owner and FP8GlobalStateManager.is_fp8_enabled():
+            flag = flags.by_owner[owner]
+            flags.reuses[owner] = False
+        if is_first and is_marked:
+            if overwrites:
+                as_first.in_training.add(owner)
+            if flag is None and _scales_are_delayed() and _quantizes_weights(module):
+                as_first.always.add(owner)
+        return flag
 
 
 class _AsFirst:
-    """The captured calls with ``is_first_microbatch=True``, which a replay repeats, whatever the marks are by then.
+    """The marked modules that each replay treats as in a first microbatch, whatever the marks are by then.
 
-    Such a call overwrites ``main_grad``, and in delayed scaling it quantizes its weights with the newest scale.
+    Their calls with ``is_first_microbatch=True`` overwrite ``main_grad`` if the replay is ``in_training``, or
+    ``always`` quantize weights with the newest scale of delayed scaling.
     """
 
-    def __init__(self, owners: dict[Any, Any], in_backward: bool) -> None:
-        self._owners, self.in_backward = owners, in_backward
-        self._training: set[Any] = set()
-        self._always: set[Any] = set()
+    def __init__(self) -> None:
+        self.always: set[Any] = set()
+        self.in_training: set[Any] = set()
 
-    def note(self, module: Any, flag: Any) -> None:
-        """Note a call of ``module`` with ``is_first_microbatch=True``. Without a ``flag``, it quantizes weights."""
-        owner = self._owners.get(module)
-        if owner is None or not owner.is_first_microbatch:
-            return
-        if flag is None and _scales_are_delayed() and _quantizes_weights(module):
-            self._always.add(owner)
-        if torch.is_grad_enabled() and _fuses_wgrads(module):
-            (self._always if self.in_backward else self._training).add(owner)
+    def check_forward(self, call: Any) -> None:
+        """Raise RuntimeError if the replay of a forward is not of a first microbatch."""
+        self._require_first(self.always | self.in_training if call.takes_grads else self.always)
 
-    def __bool__(self) -> bool:
-        """Return whether a replay depends on marks."""
-        return bool(self._training or self._always)
+    def check_backward(self, _ctx: Any) -> None:
+        """Raise RuntimeError if the replay of a backward with a recomputation is not of a first microbatch."""
+        self._require_first(self.always | self.in_training)
 
-    def check(self, _: Any) -> None:
-        """Raise RuntimeError if a replay would repeat these calls for a later microbatch."""
-        owners = self._always | self._training if torch.is_grad_enabled() else self._always
+    def _require_first(self, owners: set[Any]) -> None:
         if not all(owner.is_first_microbatch for owner in owners):
             raise RuntimeError(
                 "A graph was captured with is_first_microbatch=True and is replayed with False. Each replay would "
                 "overwrite main_grad, or quantize FP8 weights with newer scales, unlike a later microbatch of eager "
                 "training. Set is_first_microbatch=False before the capture, and zero main_grad before each step."
             )
+
+
+class GraphFlags:
+    """The flags of one graph: one for each marked module, and a constant 0.0 for modules without a mark."""
+
+    def __init__(self, marked: list[Any], has_flags: bool) -> None:
+        # Map each module to the innermost marked module that contains it, because `marked` lists outer modules first.
+        self.owners = {module: owner for owner in marked for module in owner.modules()}
+        self.by_owner: dict[Any, torch.Tensor] = {}
+        if has_flags:
+            with torch.inference_mode(False):
+                flags = torch.zeros(len(marked) + 1, device="cuda").split(1)
+            self.by_owner = dict(zip([*marked, None], flags, strict=True))
+        self.reuses: dict[Any, bool] = {}
+        """The last value of each flag that the graph reads."""
+        self._marked = marked
+        self._kept: set[Any] = set()
+        """The modules and classes with a mark that the forward does not clear."""
+
+    def note_kept_marks(self) -> None:
+        """Note the marks that the captured forward has not cleared: those of classes, and those that are still True."""
+        places = {owner: _place_of_mark(owner) for owner in self._marked}
+        self._kept = {place for owner, place in places.items() if place is not owner or owner.is_first_microbatch}
+
+    def fill(self, call: Any) -> None:
+        """Fill the flags for the next replay, clear the marks, and note whether the replay reuses all weights.
+
+        A mark remains if it is an attribute of a class, or if the forward of its module does not clear it.
+        """
+        for owner, reused in self.reuses.items():
+            if owner is None:
+                continue
+            reuses = not owner.is_first_microbatch
+            if _place_of_mark(owner) not in self._kept:
+                with contextlib.suppress(AttributeError):  # a property without a setter
+                    owner.is_first_microbatch = False
+            if reuses != reused:
+                self.by_owner[owner].fill_(reuses)
+                self.reuses[owner] = reuses
+        call.reuses_weights = all(self.reuses.values())
+
+
+def _place_of_mark(module: Any) -> Any:
+    """Return the class of a module if the mark is a plain attribute of the class, else the module."""
+    is_own = MARK in vars(module) or hasattr(inspect.getattr_static(type(module), MARK, None), "__set__")
+    return module if is_own else type(module)
 
 
 def _fuses_wgrads(module: Any) -> bool:
@@ -226,66 +272,10 @@ def _refuse_reuse(call: Any) -> None:
         )
 
 
-class GraphFlags:
-    """The flags of one graph: one for each marked module, and a constant 0.0 for modules without a mark."""
-
-    def __init__(self, owners: list[Any], found: FirstMicrobatches) -> None:
-        self._found = found
-        with torch.inference_mode(False):
-            flags = torch.zeros(len(owners) + 1, device="cuda").split(1)
-        self._flags = dict(zip([*owners, None], flags, strict=True))
-        self._reuses: dict[Any, bool] = {}
-
-    def flag_of(self, module: Any, is_first: bool | None) -> torch.Tensor | None:
-        """Return the flag that a call of ``module`` reads, or None if the call does the same in each replay.
-
-        A module that is called with False each time gets no flag, and its graph reuses the weights of an earlier call.
-        A module without a mark that the warmup also called with True gets the constant flag, so its graph quantizes the
-        weights at each replay. A module that fuses wgrads gets no flag while its mark is True, because a flag would
-        keep the graph from overwriting ``main_grad``.
-        """
-        if is_first is None:
-            return None
-        owner = next((owner for owner in reversed(self._flags) if owner and module in owner.modules()), None)
-        if is_first:
-            has_mark = owner is not None and owner.is_first_microbatch
-            may_be_first = has_mark and not (torch.is_grad_enabled() and _fuses_wgrads(module))
-        else:
-            may_be_first = module in self._found.told_first or (owner is not None and not self._found.marks[owner])
-        if not may_be_first:
-            return None
-        self._reuses[owner] = False
-        return self._flags[owner]
-
-    def fill(self, call: Any) -> None:
-        """Fill the flags for the next replay, clear the marks, and note whether the replay reuses all weights.
-
-        A mark remains if it is an attribute of a class, or if the forward of its module does not clear it.
-        """
-        for owner, reused in self._reuses.items():
-            if owner is None:
-                continue
-            reuses = not owner.is_first_microbatch
-            if owner not in self._found.kept and (owner not in self._found.marked_by_class or MARK in vars(owner)):
-                with contextlib.suppress(AttributeError):  # a property without a setter
-                    owner.is_first_microbatch = False
-            if reuses != reused:
-                self._flags[owner].fill_(reuses)
-                self._reuses[owner] = reuses
-        call.reuses_weights = all(self._reuses.values())
-
-
-def flag_of_capture(module: Any, is_first: bool | None) -> torch.Tensor | None:
+def flag_of_capture(module: Any, is_first: bool) -> torch.Tensor | None:
     """Return the flag for a call of ``module`` in a forward that this thread runs, or None if the call needs none."""
     listener = getattr(_thread, "listener", None)
-    as_first = getattr(_thread, "as_first", None)
-    flag: torch.Tensor | None = None
-    reuses_weights = as_first is not None and as_first.in_backward and not is_first
-    if listener is not None and not reuses_weights and FP8GlobalStateManager.is_fp8_enabled():
-        flag = listener.flag_of(module, is_first)
-    if is_first and as_first is not None:
-        as_first.note(module, flag)
-    return flag
+    return listener(module, is_first) if listener else None
 
 
 def note_fill(flag: torch.Tensor, value: bool) -> None:

@@ -22,7 +22,7 @@ from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-KEYS = ("scaling_fwd", "scaling_bwd")
+STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _HAS_STATE = hasattr(FP8GlobalStateManager, "quantization_state")  # true from TE 2.15 on
 _DEPTH, _FIRST_MODULE = (
     ("autocast_depth", "is_first_fp8_module") if _HAS_STATE else ("AUTOCAST_DEPTH", "IS_FIRST_FP8_MODULE")
@@ -61,10 +61,12 @@ class UsedState:
     """The states used in the autocast of the capture, each with its own recipe (as in attention) or None."""
     of_modules: list[dict[str, Any]] = field(default_factory=list)
     """The states that are copied for a recomputation. Operations of `te.ops` copy no state."""
-    owners: list[Any] = field(default_factory=list)
+    owners: dict[Any, None] = field(default_factory=dict)
     """The modules and operations that compute in FP8, in any recipe."""
-    in_autocast: list[Any] = field(default_factory=list)
-    """The owners that use the recipe of the autocast of the capture."""
+    in_autocast: dict[Any, bool] = field(default_factory=dict)
+    """The owners in the autocast of the capture. True if an owner has a recipe of its own, as in attention."""
+    fusers: list[Any] = field(default_factory=list)
+    """The `OperationFuser`s of `te.ops` that compute in FP8."""
     has_first_module: bool = False
     """True if a module in the autocast of the capture took the flag."""
     has_own_backward: bool = False
@@ -111,8 +113,7 @@ class UsedState:
         if distributed.in_fp8_activation_recompute_phase():
             copies = _copies_for_recomputations()
             positions = [fp8_meta.get(_POSITION, len(copies)) for fp8_meta in self.of_modules]
-            needed = Counter(positions)
-            if any(position >= len(copies) or len(copies[position]) < needed[position] for position in needed):
+            if any(position >= len(copies) or len(copies[position]) < n for position, n in Counter(positions).items()):
                 raise RuntimeError(_NO_COPY)
 
     def use_copies(self, _call: Any) -> Callable[[], None] | None:
@@ -202,9 +203,10 @@ class Capture:
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             self._empty_queues()
         self.used = replay.fp8_state = UsedState()
-        self._updates = self._first_modules = 0
-        self._updates_before_use: dict[int, int] = {}
-        self._first_modules_before_use: dict[int, int] = {}
+        # The ids of used states, and of the used states that eager training has updated since: by the end of an
+        # autocast inside the module, or by the backward of the first module of an autocast.
+        self._used_inside, self._updated_inside = set[int](), set[int]()
+        self._used_with_backward, self._updated_in_backward = set[int](), set[int]()
         set_first_module(True)
 
     def begin_warmup(self, replay: Any) -> None:
@@ -226,40 +228,38 @@ class Capture:
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
         """Save the values of delayed-scaling states in the warmup. Note these states and all owners in the capture."""
-        delayed = [fp8_meta for fp8_meta in fp8_metas if _is_delayed(fp8_meta)]
+        delayed = [fp8_meta for fp8_meta in fp8_metas if _delayed_states(fp8_meta)]
         if not torch.cuda.is_current_stream_capturing():
             for fp8_meta in delayed:
                 self._save(fp8_meta)
             return
-        used = self.used
-        used.owners += owners
+        used, states = self.used, {*map(id, delayed)}
+        used.owners |= dict.fromkeys(owners)
         if FP8GlobalStateManager.get_autocast_state()[-1]:
             used.in_capture += [(fp8_meta, _own_recipe(fp8_meta)) for fp8_meta in delayed]
-            used.in_autocast += [] if any(map(_own_recipe, fp8_metas)) else owners
+            used.in_autocast |= dict.fromkeys(owners, any(map(_own_recipe, fp8_metas)))
         else:
-            for number in map(id, delayed):
-                used.updated_inside |= self._updates_before_use.setdefault(number, self._updates) != self._updates
+            used.updated_inside |= not states.isdisjoint(self._updated_inside)
+            self._used_inside |= states
         if needs_backward and delayed:
-            self._first_modules += is_first_module()
-            for number in map(id, delayed):
-                before = self._first_modules_before_use.setdefault(number, self._first_modules)
-                used.updated_in_backward |= before != self._first_modules
+            if is_first_module():
+                self._updated_in_backward |= self._used_with_backward
+            used.updated_in_backward |= not states.isdisjoint(self._updated_in_backward)
+            self._used_with_backward |= states
         if of_module:
             used.of_modules += delayed
 
     def _save(self, fp8_meta: dict[str, Any]) -> None:
         """Save the scales and histories from before the warmup, in host memory."""
         if id(fp8_meta) not in self._before:
-            states = {key: fp8_meta[key] for key in KEYS if key in fp8_meta}
-            self._before[id(fp8_meta)] = (
-                fp8_meta,
-                {key: (state.scale.cpu(), state.amax_history.cpu()) for key, state in states.items()},
-            )
+            states = _delayed_states(fp8_meta).items()
+            values = {key: (state.scale.cpu(), state.amax_history.cpu()) for key, state in states}
+            self._before[id(fp8_meta)] = fp8_meta, values
 
     def end_autocast(self, enabled: bool) -> None:
         """Note the end of an autocast inside a captured forward."""
         if enabled and torch.is_grad_enabled() and autocast_depth() == self._depth + 1:
-            self._updates += 1
+            self._updated_inside |= self._used_inside
             self.used.updates_scales = True
 
     def end_forward(self, module: Any) -> None:
@@ -267,7 +267,8 @@ class Capture:
         self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
         flags = activation_recompute_forward._is_first_fp8_module
         self.used.of_checkpoints = [flag for used, flag in flags if used is self.used]
-        self.used.modules_in_fp8 |= {inner: inner.fp8 for inner in module.modules() if "fp8" in vars(inner)}
+        modules = (*module.modules(), *self.used.owners)
+        self.used.modules_in_fp8 |= {inner: inner.fp8 for inner in modules if "fp8" in vars(inner)}
         copies = _copies_for_recomputations()
         copies[:] = [queue if isinstance(queue, _Queue) else _Queue(self, queue) for queue in copies]
 
@@ -359,6 +360,7 @@ def use_fp8_state_of_operations(fuser: Any) -> None:
     if capture := _capture_of_forward():
         fuser.was_captured = True
         needs_backward = fuser.first_op_requiring_backward < len(fuser._basic_ops)
+        capture.used.fusers.append(fuser)
         capture.use(fuser._basic_ops, metas, needs_backward, of_module=False)
     elif not is_graph_capturing():
         for fp8_meta in metas:
@@ -395,11 +397,17 @@ def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     if getattr(module, "_fp8_metas", {}) is None or None in saved:
         return True
     metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
-    return any(not hasattr(meta[key], "amax_history") for meta in metas if meta for key in KEYS if key in meta)
+    return any(not is_delayed(meta[key]) for meta in metas if meta for key in STATES.values() if key in meta)
 
 
-def _is_delayed(fp8_meta: dict[str, Any]) -> bool:
-    return any(getattr(fp8_meta.get(key), "amax_history", None) is not None for key in KEYS)
+def is_delayed(state: Any) -> bool:
+    """Return whether a recipe state contains scales and amax histories of delayed scaling."""
+    return getattr(state, "amax_history", None) is not None
+
+
+def _delayed_states(fp8_meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe states in delayed scaling by their key in ``fp8_meta``; {} in other recipes."""
+    return {key: state for key in STATES.values() if is_delayed(state := fp8_meta.get(key))}
 
 
 def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
@@ -410,22 +418,23 @@ def _own_recipe(fp8_meta: dict[str, Any]) -> Any:
 
 def autocast_depth() -> int:
     """Return the number of autocasts around the current code."""
-    return getattr(_state(), _DEPTH)  # type: ignore[no-any-return]
+    return getattr(global_state(), _DEPTH)  # type: ignore[no-any-return]
 
 
 def is_first_module() -> bool:
     """Return the flag of the first FP8 module, which is True until a module of the current autocast takes it."""
-    return getattr(_state(), _FIRST_MODULE)  # type: ignore[no-any-return]
+    return getattr(global_state(), _FIRST_MODULE)  # type: ignore[no-any-return]
 
 
 def set_first_module(is_first: bool) -> None:
     """Set the flag of the first FP8 module."""
-    setattr(_state(), _FIRST_MODULE, is_first)
+    setattr(global_state(), _FIRST_MODULE, is_first)
 
 
 def _copies_for_recomputations() -> list[Any]:
-    return _state().fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
+    return global_state().fp8_tensors_recompute_buffer  # type: ignore[no-any-return]
 
 
-def _state() -> Any:
+def global_state() -> Any:
+    """Return the owner of TE's global FP8 state."""
     return FP8GlobalStateManager.quantization_state if _HAS_STATE else FP8GlobalStateManager

@@ -24,27 +24,27 @@ fails. Other changes by the step remain.
 
 Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
 
-`Replay.reset` drops the FP8 state, the record and all steps, and thereby the objects whose methods are steps. The
-capture of a callable collects these facts, which no replay changes:
+`Replay.reset` drops the FP8 state, the skip flags, the record and all steps, and thereby the objects whose methods are
+steps. The capture of a callable collects these facts, which no replay changes:
 
-======================================================  ===================================  =======================
-fact                                                    object                               module
-======================================================  ===================================  =======================
-FP8 states that the forward uses                        ``Replay.fp8_state`` (`UsedState`)   fp8_state_at_replay
-positions in the memory pool, members and addresses     ``Replay.record`` (`Record`)         replay_contract_record
-sample arguments                                        `SampleArguments`                    replay_arguments
-outputs without gradients                               `mark_outputs`                       replay_arguments_outputs
-tensors of recipe states                                `RecipeStates`                       state_after_evaluation
-first microbatches, and the skip flags of modules       `FirstMicrobatches`, `GraphFlags`    first_microbatches
-cached FP8 weights, and transposes                      `CachedWeights`, `PrimaryWeights`    fp8_weights
-random number generators                                `Generators`                         rng_states_at_replay
-updates of scales in a recomputation                    `ScaleUpdates`                       recompute_in_graphs
-weights that the backward marks                         `record_marks`                       grad_added_mark
-gradients of delayed wgrads                             `DelayedGrad`                        delayed_wgrad_delivery
-======================================================  ===================================  =======================
+======================================================  ====================================  =======================
+fact                                                    object                                module
+======================================================  ====================================  =======================
+FP8 states that the forward uses                        ``Replay.fp8_state`` (`UsedState`)    fp8_state_at_replay
+positions in the memory pool, members and addresses     ``Replay.record`` (`Record`)          replay_contract_record
+sample arguments                                        `SampleArguments`                     replay_arguments
+outputs without gradients                               `mark_outputs`                        replay_arguments_outputs
+tensors of recipe states                                `RecipeStates`                        state_after_evaluation
+skip flags of modules                                   ``Replay.skip_flags`` (`GraphFlags`)  first_microbatches
+cached FP8 weights, and transposes                      `CachedWeights`, `PrimaryWeights`     fp8_weights
+random number generators                                `Generators`                          rng_states_at_replay
+updates of scales in a recomputation                    `ScaleUpdates`                        recompute_in_graphs
+weights that the backward marks                         `record_marks`                        grad_added_mark
+gradients of delayed wgrads                             `DelayedGrad`                         delayed_wgrad_delivery
+======================================================  ====================================  =======================
 
-The facts that several modules read are attributes of the `Replay`. Each other fact is in the object whose methods are
-the steps that read it.
+The facts that several modules read are attributes of the `Replay`, and so are the skip flags, which a backward shares
+with its forward. Each other fact is in the object whose methods are the steps that read it.
 
 Replays change other objects: a `Call` for each replay, `Preconditions` for each callable, and a `MemoryPool` for all
 callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
@@ -150,12 +150,14 @@ class Replay:
     """The facts about one callable that several modules read, and the steps of its replays.
 
     ``name`` is the callable's name in errors. ``fp8_state`` is the FP8 state that its forward uses
-    (`fp8-state-at-replay`). ``record`` contains the facts that the checks of `replay-contract` need, and ``observed``
+    (`fp8-state-at-replay`). ``skip_flags`` determine whether its FP8 modules reuse cached weights
+    (`stale-fp8-weights`). ``record`` contains the facts that the checks of `replay-contract` need, and ``observed``
     collects them during the capture. Facts that only one fix reads are in the object that adds the steps of this fix.
     """
 
     name = "This graphed callable"
     fp8_state: Any = None
+    skip_flags: Any = None
     observed: Any = None
     record: Any = None
 
@@ -231,7 +233,7 @@ class Replay:
 
     def reset(self) -> None:
         """Drop the FP8 state, the record and all steps before TE resets the graphs. Later replays raise an error."""
-        self.fp8_state = self.record = None
+        self.fp8_state = self.skip_flags = self.record = None
         self._steps = {phase: [self._refuse] if phase.endswith("check") else [] for phase in ORDER}
 
     def _refuse(self, *_: Any) -> None:

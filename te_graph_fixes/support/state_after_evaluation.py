@@ -8,39 +8,31 @@ capture.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-STATES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+from ._te_fp8_state_at_replay import STATES, global_state, is_delayed
 
 
 class RecipeStates:
     """The recipe states of the modules and operations that a graph uses.
 
     The capture records their owners (``replay.fp8_state``). Only states in delayed scaling have values to own. The
-    other states only serve to refuse a replay in another recipe. ``known`` are the modules seen by TE's forward hooks.
+    other states only serve to refuse a replay in another recipe.
     """
 
-    def __init__(self, replay: Any, function: Any, known: Collection[Any]) -> None:
+    def __init__(self, replay: Any) -> None:
         """Add the steps to the replays of the graph."""
         used = replay.fp8_state
-        modules = [*dict.fromkeys((*function.modules(), *used.owners))]
-        self._known, self._in_autocast = known, {*used.in_autocast}
-        self._is_operation = hasattr(function, "fuser_forward")
-        self._held: dict[Any, list[_State]] = {}
-        self._in_bf16_last: set[Any] = set()  # the last forward ran without FP8, as in a tied layer
-        self._fusers: list[Any] = []
         self._name, self._replacements_before = replay.name, 0
-        for module in modules:
-            states = [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]
-            if states and module in used.owners:
+        self._in_autocast, self._fusers = used.in_autocast, used.fusers
+        self._held: dict[Any, list[_State]] = {}
+        for module in used.owners:
+            if states := [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]:
                 self._held[module] = states
-                if not vars(module).get("fp8", True):
-                    self._in_bf16_last.add(module)
-            groups = getattr(module, "_module_groups", None) or ()
-            self._fusers += [group for group in groups if hasattr(group, "recipe_type")]
+        # Modules that ran without FP8 last, as in a tied layer.
+        self._in_bf16_last = {module for module in self._held if not used.modules_in_fp8.get(module, True)}
         if self._held:
             replay.add("forward check", "require recipe", self.check)
             replay.add("forward prepare", "resume recipe states", self.resume)
@@ -49,17 +41,17 @@ class RecipeStates:
     def check(self, call: Any) -> None:
         """Set ``call.resumed`` to the modules whose eager forward would initialize their FP8 state again.
 
-        Raise RuntimeError if they would get another kind of state than in the capture. Modules run by
-        ``module.forward(x)``, and attention without FP8, are resumed only in the recipe of the capture.
+        Raise RuntimeError if they would get another kind of state than in the capture. Modules in autocasts of their
+        own, and attention without FP8, are resumed only in the recipe of the capture.
         """
         if not FP8GlobalStateManager.is_fp8_enabled():
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         resumed = []
         for module, states in self._held.items():
-            is_outside = hasattr(module, "unfused_attention") and not (recipe.fp8_dpa or recipe.fp8_mha)
-            is_known = self._is_operation or module in self._in_autocast or (module in self._known and not is_outside)
-            is_resumed = is_known or states[0].recipe == recipe
+            is_attention_in_bf16 = self._in_autocast.get(module) and not (recipe.fp8_dpa or recipe.fp8_mha)
+            is_initialized = module in self._in_autocast and not is_attention_in_bf16
+            is_resumed = is_initialized or states[0].recipe == recipe
             if is_resumed and not (self._follows(module, recipe) and all(map(_State.is_current, states))):
                 resumed.append((module, states))
                 for state in states:
@@ -121,7 +113,7 @@ class _State:
         self._quantizers = list(_quantizers(module, mode))
         parameters = module.parameters(recurse=False) if mode == "forward" else ()
         self._of_parameters = [(own, own._quantizer) for own in parameters if hasattr(own, "update_quantizer")]
-        self.is_delayed = "amax_history" in vars(self._state)
+        self.is_delayed = is_delayed(self._state)
         if self.is_delayed:
             self._scale, self._history = self._state.scale, self._state.amax_history
 
@@ -151,7 +143,7 @@ class _State:
         copy = object.__new__(type(module))
         new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
         vars(copy).update(vars(module) | new)
-        registered, before = _manager().autocast_arguments, {*_manager().autocast_arguments}
+        registered, before = global_state().autocast_arguments, {*global_state().autocast_arguments}
         copy.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])
         for key in registered.keys() - before:
             del registered[key]
@@ -182,7 +174,7 @@ class _State:
         After a forward in another recipe, TE still updates the old state of a module, and never the new state. To match
         eager training, a replay must then not update the state of the graph either.
         """
-        buffers = _manager()
+        buffers = global_state()
         for key, scales in buffers.global_scale_buffer.items():
             for index, scale in enumerate(scales):
                 if scale is state.scale:
@@ -195,10 +187,6 @@ class _State:
                 buffers.global_amax_history_buffer[key][index] = history
 
 
-def _manager() -> Any:
-    return getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
-
-
 def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:
     if "fp8_meta" in attributes:
         return attributes["fp8_meta"]  # type: ignore[no-any-return]
@@ -206,8 +194,8 @@ def _meta(attributes: dict[str, Any], mode: str) -> dict[str, Any]:
 
 
 def _kind(state: Any) -> str:
-    history = getattr(state, "amax_history", None)
-    return type(state).__name__ + ("" if history is None else f" of {len(history)} entries of amax history")
+    name = type(state).__name__
+    return f"{name} of {len(state.amax_history)} entries of amax history" if is_delayed(state) else name
 
 
 def _quantizers(module: Any, mode: str) -> list[Any]:
