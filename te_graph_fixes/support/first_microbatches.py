@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 MARK = "is_first_microbatch"
-_thread = threading.local()
-"""``listener`` gets the module and the ``is_first_microbatch`` of each call that this thread warms up or captures."""
+_listening: tuple[int, Callable[[Any, bool], Any]] | None = None
+"""The thread of a warmup or capture, and the function that gets the module and ``is_first_microbatch`` of its calls."""
 _MISSING = object()
 
 
@@ -127,15 +128,16 @@ class FirstMicrobatches:
     @contextlib.contextmanager
     def _listening(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
         """While active, send each call to ``listener``, and hide TE's shared flag if the capture caches no weights."""
+        global _listening
         shared = state.skip_fp8_weight_update_tensor
         if not self._caches_weights:
             state.skip_fp8_weight_update_tensor = None
-        _thread.listener = listener
+        _listening = threading.get_ident(), listener
         try:
             yield
         finally:
             state.skip_fp8_weight_update_tensor = shared
-            _thread.listener = None
+            _listening = None
 
     def _flag_of(self, flags: GraphFlags, as_first: _AsFirst, module: Any, is_first: bool) -> torch.Tensor | None:
         """Return the flag that a call of ``module`` reads, or None if the call does the same in each replay.
@@ -273,9 +275,18 @@ def _refuse_reuse(call: Any) -> None:
 
 
 def flag_of_capture(module: Any, is_first: bool) -> torch.Tensor | None:
-    """Return the flag for a call of ``module`` in a forward that this thread runs, or None if the call needs none."""
-    listener = getattr(_thread, "listener", None)
-    return listener(module, is_first) if listener else None
+    """Return the flag for a call of ``module`` in a warmup or capture, or None if the call needs none.
+
+    On a GPU, autograd runs the recomputations of a captured backward in a thread of its own.
+    """
+    if _listening is None:
+        return None
+    thread, listener = _listening
+    is_recomputed = _current_graph_task_id() != -1 and torch.cuda.is_current_stream_capturing()
+    flag: torch.Tensor | None = None
+    if threading.get_ident() == thread or is_recomputed:
+        flag = listener(module, is_first)
+    return flag
 
 
 def note_fill(flag: torch.Tensor, value: bool) -> None:

@@ -90,3 +90,23 @@ print(error([found[0]] * 2, found[1:]))
 
 def test_an_eager_module_in_another_thread_keeps_its_weights_during_a_capture() -> None:
     assert float(run_program(IN_ANOTHER_THREAD)) == 0.0
+
+
+IN_THREAD_OF_AUTOGRAD = """
+from concurrent.futures import ThreadPoolExecutor
+from tests.programs import PROGRAMS, marks, outcome
+
+backward = torch.autograd.backward
+
+def run_in_thread(*arguments, **options):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(backward, *arguments, **options).result()
+
+torch.autograd.backward = run_in_thread
+print(outcome(PROGRAMS["kept_mark, (None, 'itself', True, True, 3)"][0]))
+"""
+
+
+def test_a_recomputation_in_a_thread_of_autograd_is_part_of_its_capture() -> None:
+    """On a GPU, autograd runs backwards in its own threads. The recomputation would overwrite ``main_grad``."""
+    assert "captured with is_first_microbatch=True and is replayed with False" in run_program(IN_THREAD_OF_AUTOGRAD)
