@@ -34,7 +34,7 @@ def test_a_capture_leaves_main_grad_alone():
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_a_foreign_suite_passes_in_silence(tmp_path: Path, is_fixed: bool) -> None:
-    """The suite treats every warning as an error. Without the fixes, its test fails."""
+    """With the fixes, the suite must pass, although it turns warnings into errors. Without the fixes, it must fail."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_graphs.py").write_text(SUITE)
     run = ["-m", "te_graph_fixes", "run", "--", sys.executable] if is_fixed else []

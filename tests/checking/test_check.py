@@ -81,7 +81,7 @@ def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
     ids=["programs", "others", "held parameters", "written tensors"],
 )
 def test_a_correct_training_is_equal_and_unchanged(chosen: list[str], number: int) -> None:
-    """The check compares every module that it can compare, and ends after two steps."""
+    """The check must find no mismatch, leave out no module, change no result, and end after two steps."""
     lines = trainings(*chosen)
     assert len(lines) == number
     for line in lines:
@@ -127,7 +127,7 @@ for layer in layers:
 
 @pytest.mark.parametrize("cleared", [True, False])
 def test_marks_of_weights_are_compared(cleared: bool) -> None:
-    """An eager backward that adds to ``main_grad`` sets ``grad_added_to_main_grad``, which a framework may clear."""
+    """If a framework clears ``grad_added_to_main_grad``, the check must report a graph that does not set it again."""
     in_step = "for layer in layers: layer.weight.grad_added_to_main_grad = False"
     done = loop(MARKS, in_step=in_step * cleared, fixes="off")
     line = "(Linear), backward: mark grad_added_to_main_grad of weight is not set, unlike in the eager run"
@@ -264,7 +264,7 @@ def test_ranks_with_different_fixes_are_an_error() -> None:
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
-    """A process that writes checkpoints may import TE. It must not print that nothing was compared."""
+    """A process that the job starts, for example to write checkpoints, may import TE, but must not print a result."""
     program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
     done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 for layer in layers:
     shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
-    shards._is_param = True  # as torch.nn.Parameter does. The simulator lacks its dispatch.
+    shards._is_param = True  # like torch.nn.Parameter, whose dispatch the simulator lacks
     layer.register_parameter("shards", shards)
 """
 OVERLAPPED = """

@@ -119,7 +119,7 @@ def test_a_bake_and_its_undo(version: str, tmp_path: Path, cli: Cli) -> None:
 
 
 def test_permissions_owners_and_links_stay(small: Path, tmp_path: Path) -> None:
-    """A bake replaces a link by a file, so that the target of the link does not change for other users."""
+    """A bake must replace a link with a file, so that the target of the link does not change for other users."""
     owner, (graph, base) = 1234 if os.getuid() == 0 else os.getuid(), (small / GRAPH, small / BASE)
     quantization = small / PYTORCH / "quantization.py"
     for path in small.rglob("*"):
@@ -216,10 +216,13 @@ def test_a_bake_that_nohup_started(small: Path) -> None:
     assert in_child(lambda: (ignore(), main(commands_for(small)[0]))[1], 17, signal.SIGHUP) == 0
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may lock files with chattr or mount")
 @pytest.mark.parametrize(("lock", "unlock"), [("chattr +i", "chattr -i"), ("mount --bind {}", "umount")])
 def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, small: Path, cli: Cli) -> None:
-    """The error names the file, and a bake changes nothing. An undo succeeds once the file can be replaced."""
+    """If a file cannot be replaced, the error must name the file, and a bake must change nothing.
+
+    An undo must succeed once the file can be replaced.
+    """
     before, base = content(small), small / BASE
     for option in ([], ["--undo"]):
         if subprocess.run([*lock.format(base).split(), base], capture_output=True, check=False).returncode:
@@ -233,7 +236,7 @@ def test_a_file_that_is_immutable_or_mounted(lock: str, unlock: str, small: Path
     assert content(small) == before
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may do this")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_another_user(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bake", "--source", str(small)]) == 0
     for folder in small.parents:
@@ -441,7 +444,7 @@ def test_a_te_in_the_current_folder_is_ignored(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_another_process(small: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command waits for a minute, and names the other process."""
+    """If another process has locked TE's folder, the command must wait for a minute, and name that process."""
     location, slept = small / "transformer_engine", list[float]()
     monkeypatch.setattr(bake, "time", SimpleNamespace(sleep=slept.append))
     held = os.open(location, os.O_RDONLY)

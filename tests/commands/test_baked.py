@@ -37,7 +37,7 @@ NONSENSE = {f"TE_GRAPH_FIXES_{name}": "nonsense" for name in ("DISABLE", "STRICT
 
 @pytest.mark.parametrize("variables", [{"TE_GRAPH_FIXES": "off", **NONSENSE}, {}], ids=["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, variables: dict[str, str]) -> None:
-    """If the fixes are turned off, an invalid value of another variable raises no error."""
+    """Cases must be bit-identical. If the fixes are turned off, an invalid value of another variable is no error."""
     done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), **variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {

@@ -286,7 +286,7 @@ def test_print_env_of_a_check(run: Run, folder: Path, option: str, value: str) -
 
 
 def test_a_check_that_cannot_start_stops_no_job_without_fixes(run: Run) -> None:
-    """The check needs wrapt and modules that the stand-in for TE lacks. The job must run without the check."""
+    """If wrapt or modules of TE are missing, the check cannot start, but the job must still run."""
     without_wrapt = f"import sys; sys.modules['wrapt'] = None; {STATE}"
     for code, reason in (
         (STATE, "check: This TransformerEngine cannot be"),
@@ -330,7 +330,7 @@ def test_what_cannot_be_started(run: Run, command: str, status: int, message: st
 
 
 def test_an_interpreter_without_the_package(folder: Path) -> None:
-    """A program runs until it imports TE. Each import of TE raises an error, unless the fixes are turned off."""
+    """A program runs until it imports TE. Each import of TE must raise an error, unless the fixes are turned off."""
     script(folder / "site" / "te_graph_fixes.py", "raise ModuleNotFoundError('not here')")
     code = """
 print("works")
@@ -353,7 +353,7 @@ for _ in range(2):
 
 
 def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
-    """`run` itself prints the line, and its children do not."""
+    """Only `run` itself may print the line, not its children."""
     (folder / "site").rename(folder / "gone")
     child = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', 'print(1)'])"
     said = f"te-graph-fixes run: {sys.executable} has no TransformerEngine. "
@@ -365,7 +365,7 @@ def test_one_line_if_this_python_has_no_te(run: Run, folder: Path) -> None:
 
 
 def test_a_relative_path_to_the_package_becomes_absolute(folder: Path) -> None:
-    """A child that changes its current folder still finds the package."""
+    """A child that changes its current folder must still find the package."""
     others = [entry for entry in sys.path if entry and Path(entry) != ROOT]
     path = os.pathsep.join([os.path.relpath(ROOT, folder), str(folder / "site"), *others])
     environment = {**os.environ, "PYTHONPATH": path, **QUIET}

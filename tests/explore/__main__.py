@@ -44,7 +44,7 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program) -> dict[str, Any]:
-    """Run a program, and return its verdict or, if the program has two ranks, the worse of their verdicts."""
+    """Run a program, and return its verdict or, if the program has two ranks, the worse verdict of the two ranks."""
     from tests.verify.driver import setting
 
     setting.use(program)
@@ -88,9 +88,9 @@ def judge_rank() -> dict[str, Any]:
 class Server:
     """A process that runs programs with one setting of the fixes.
 
-    On the simulator, each program runs in a fork of the process. On a GPU, a fork cannot use the GPU if the process has
-    used it. The process therefore runs one program after the other, and a finding counts only if a new process repeats
-    it.
+    On the simulator, each program runs in a fork of the process. A fork cannot use a GPU that its parent process has
+    used. On a GPU, the process therefore runs one program after the other, and a finding counts only if a new process
+    repeats it.
     """
 
     files: ClassVar[list[Any]] = []
@@ -151,7 +151,7 @@ class Server:
                 program = Program(**fields)
                 verdict = judge(program) if graphs is None else measure(program, graphs)
                 if not Server.forks:
-                    torch.cuda.synchronize()  # after an illegal memory access, this raises, and the process ends
+                    torch.cuda.synchronize()  # raises after an illegal memory access, so the process ends
                 answer(verdict)
                 if Server.forks:
                     return
@@ -162,7 +162,7 @@ class Server:
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
     def __call__(self, program: Program) -> dict[str, Any]:
-        """Return the verdict of a program. On a GPU, a finding counts only if a new process repeats it."""
+        """Return the verdict of a program. On a GPU, a wrong or crashed program gets the verdict of a new process."""
         found = self._ask(program)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program)
@@ -221,7 +221,7 @@ def has_gpu() -> bool:
 
 
 def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Call ``work`` in each of ``--jobs`` processes. Each number below ``count`` goes to one of these processes."""
+    """Call ``work`` in ``--jobs`` processes, with iterators that together yield each number below ``count`` once."""
     fork = multiprocessing.get_context("fork")
     begun = fork.Value("i", 0)
 
@@ -359,7 +359,7 @@ def compare(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first program")
-    parser.add_argument("--programs", type=int, default=100, help="the number of programs; each has the next seed")
+    parser.add_argument("--programs", type=int, default=100, help="the number of programs, with consecutive seeds")
     parser.add_argument("--limit", type=int, default=120, help="the time limit of a program in seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
     parser.add_argument("--gpus", type=int, default=1, help="the number of GPUs that the processes share")

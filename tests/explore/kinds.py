@@ -182,7 +182,7 @@ class TwoPrecisions(torch.nn.Module):
 
 @module
 def patched() -> Any:
-    """Return a block with a ``forward`` attribute of its own, as adapter libraries set it."""
+    """Return a block whose ``forward`` is replaced on the instance, as adapter libraries do."""
     block = Block()
     block.forward = types.MethodType(lambda self, x: self.first(x) + self.second(x), block)
     return block

@@ -495,7 +495,7 @@ def if_valid(program: Program, changes: dict[str, Any]) -> Program:
 
 
 def change(r: random.Random, program: Program, name: str, value: str = "") -> dict[str, Any]:
-    """Return the changed fields of a program if the event ``name`` is added, or if the field ``name`` is set.
+    """Return the fields of a program that change if the event ``name`` is added or the field ``name`` is set.
 
     The field is set to ``value`` or, without a ``value``, to a drawn one. For the name of a module, return {}.
     """
@@ -518,7 +518,7 @@ def change(r: random.Random, program: Program, name: str, value: str = "") -> di
 def draw_order(r: random.Random, chunks: int, microbatches: int, wgrads: bool) -> tuple[float, ...]:
     """Return a random order of forwards, dgrads and, if ``wgrads`` is true, wgrads.
 
-    Each chunk runs its microbatches one after the other.
+    Within each chunk, the microbatches are in ascending order.
     """
     order: list[float] = []
     done = {(chunk, part): 0 for chunk in range(1, chunks + 1) for part in range(3)}
@@ -540,7 +540,7 @@ CHANGES = ("replace_data", "assign", "replace_main_grads", "train_all", "write_i
 
 
 def draw_broken(seed: int) -> Program:
-    """Return the program of a seed that may break replay preconditions.
+    """Return a program, drawn from ``seed``, that may break replay preconditions.
 
     Its forwards, backwards, evaluations and changes are in a random sequence.
     """

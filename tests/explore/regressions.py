@@ -1,7 +1,7 @@
 """Find regressions: programs that TE alone runs correctly, but TE with the fixes does not, or only at a higher cost.
 
-On the simulator, the costs are the numbers of kernels, of copies among them, and of forwards of modules, and the memory
-of graphs. On a GPU, only values are compared.
+On the simulator, the costs are the numbers of kernels, copies and module forwards, and the memory of graphs. On a GPU,
+only values are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test captures with ``num_warmup_iters=0`` on the simulator. If a warmup is needed, it must leave no trace."""
+"""Test captures with ``num_warmup_iters=0`` on the simulator. A warmup that a fix adds must leave no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the rules that every fix in the catalogue must keep."""
+"""Test the rules that every fix in the catalogue must follow."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def test_the_record(fix: Fix) -> None:
     for text, longest in ((fix.summary, 120), (fix.symptom, 110), (fix.affects, 120)):
         assert 0 < len(text) <= longest, text
         assert "\n" not in text, text
-    assert not fix.cost.startswith("none"), "without a cost, leave `cost` empty"
+    assert not fix.cost.startswith("none"), "if the fix has no cost, leave `cost` empty"
     assert fix.group in GROUPS
     assert not fix.summary.endswith(".")
-    assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), "no link in the second paragraph"
+    assert fix.upstream or "\n\nUpstream: none yet" in str(module(fix).__doc__), (
+        "add the upstream link to the fix, or write `Upstream: none yet` in its docstring"
+    )
     assert all(re.fullmatch(r"https://github\.com/NVIDIA/[\w-]+/(pull|issues)/\d+", link) for link in fix.upstream)
     assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected_versions)
     assert SpecifierSet(fix.affected_versions)
@@ -50,7 +52,7 @@ def test_the_file_says_what_it_is_about(fix: Fix) -> None:
     assert title.endswith(".")
     assert upstream.startswith("Upstream: ")
     assert account
-    assert "Symptom" not in text, "the symptom belongs in the record"
+    assert "Symptom" not in text, "move the symptom from the docstring to the fix's `symptom`"
 
 
 @EVERY

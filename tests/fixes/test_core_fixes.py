@@ -1,4 +1,4 @@
-"""Test three bugs on the simulator: without the fixes, the same steps are wrong as on an H200.
+"""Test three bugs on the simulator. Without the fixes, the same steps must be wrong as on an H200.
 
 The cases of ``python -m tests.verify`` run three steps of three microbatches through one graph. Wgrads are fused into
 ``main_grad``, and an optimizer step follows each step.
@@ -25,11 +25,11 @@ CASES = (
 )
 
 LOST = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [True] * 3}
-"""Whether each of three steps is wrong if only the last microbatch counts, as on an H200 with TE 2.12."""
+"""Whether each step is wrong if only the last microbatch reaches ``main_grad``, as on an H200 with TE 2.12."""
 STALE = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [False] * 3}
 """Whether each step is wrong if the weights are never quantized again, as on an H200 with TE 2.15."""
 LOST_FP8 = {kind: [True] * 3 for kind in LOST}
-"""Whether each step is wrong if only the last microbatch counts and the FP8 scales come from an earlier step."""
+"""Whether each step is wrong if, in addition to `LOST`, the FP8 scales come from an earlier step."""
 
 
 def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
@@ -62,7 +62,7 @@ def test_without_the_fixes_the_steps_are_wrong_that_are_on_an_h200(tried_te: TE)
     assert {name: steps for name, steps in found.items() if steps} == wanted
     for name in wanted:
         norms = without[name]["measures"]["wgrad_norm"]
-        if WARMUP in tried_te.needed:  # only the last microbatch counts, and it is the largest
+        if WARMUP in tried_te.needed:  # only the last microbatch reaches main_grad, and it is the largest
             assert all(0.55 < norm < 0.7 for norm in norms)
         else:
             assert norms == [1.0] * 3

@@ -197,7 +197,10 @@ def test_eager_training_is_that_of_te() -> None:
 
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
-    """The reference is eager training without checkpoints, because eager recomputation rounds gradients differently."""
+    """After each step, the scales must equal those of eager training without checkpoints.
+
+    Eager training with checkpoints is no reference, because its recomputation rounds gradients differently.
+    """
     run_program(SETUP + REUSED)
 
 

@@ -133,7 +133,10 @@ def te_alone() -> dict[str, list[str | None]]:
 
 
 def test_eager_training_is_as_without_the_fixes(te_alone: dict[str, list[str | None]]) -> None:
-    """Some programs add up the gradients themselves, because TE's eager `backward_dw` replaces ``.grad``."""
+    """The fixes must not change gradients of eager training.
+
+    Some programs add up the gradients themselves, because TE's eager `backward_dw` replaces ``.grad``.
+    """
     assert trainings("on", "no") == te_alone
 
 

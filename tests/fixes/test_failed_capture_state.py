@@ -1,4 +1,4 @@
-"""Test the error of a failed capture on the simulator. Cases of `verify` test the state after it."""
+"""Test the error of a failed capture on the simulator. Cases of `verify` test the state after a failed capture."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ torch._C._cuda_endAllocateToPool = torch._C._cuda_releasePool = lambda: None
 
 @pytest.mark.parametrize("changed", ["", OTHER_SIGNATURE])
 def test_the_error_of_the_capture_is_raised_if_the_cleanup_fails_too(changed: str) -> None:
-    """The cleanup calls private functions of torch, which a later version may change."""
+    """If a later torch changes its private functions, a failed cleanup must not hide the error of the capture."""
     assert run_program(FAILS.replace("CHANGED", changed)) == "GraphError True True\n"
 
 

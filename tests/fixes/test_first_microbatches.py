@@ -1,4 +1,4 @@
-"""Test the skip flag that graphs share, and eager modules during a capture, on the simulator."""
+"""Test TE's skip flag, which graphs share, and an eager module in another thread during a capture, on the simulator."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], l
 
 
 def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """Return the releases of TE, which releases each grad input after the capture of the next dgrad."""
+    """Return TE's releases, like `released_before`. TE releases a grad input after the capture of the next dgrad."""
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry) and layers[-int(entry) - 1]]
     return {this: after + 1 for this, after in pairwise(dgrads) if after + 1 < len(order)}
 
@@ -72,8 +72,8 @@ def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
     """Return, by the position of each dgrad, the position of the entry before which Megatron has read its grad input.
 
     Within a model chunk, the layer below reads a grad input at the next dgrad. The grad input of a model chunk's first
-    layer is sent. Megatron waits for this send in the step of the next model chunk's backward, after its dgrads and
-    forwards, but before its last wgrad.
+    layer is sent to the previous stage. Megatron waits for this send in the step of the next model chunk's backward,
+    after that chunk's dgrads and the step's forwards, but before the chunk's last wgrad.
     """
     place = [(chunk, depth) for chunk, size in enumerate(layers) for depth in range(size)]
     dgrads = [i for i, entry in enumerate(order) if entry < 0 and entry == int(entry)]
@@ -109,7 +109,7 @@ def test_one_layer_a_model_chunk_keeps_the_rule_of_te(stage: Stage) -> None:
 @given(stages())
 @settings(deadline=None)
 def test_layers_as_chunks_are_released_as_megatron_reads_them(stage: Stage) -> None:
-    """The grad input of a model chunk's first layer is released after the next step, others after the next dgrad."""
+    """Each grad input must be released right after Megatron's last read of it."""
     order = stage.order
     found = released_before(order, grad_input_releases(order, stage.ones), stage.ones)
     assert found == last_reads(order, stage.layers)
@@ -139,7 +139,10 @@ def test_the_last_send_before_the_cooldown_is_held_until_a_later_one_is_waited_f
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("wgrads", [False, True])
 def test_a_stage_with_one_model_chunk_needs_one_grad_input_more_than_te(microbatches: int, wgrads: bool) -> None:
-    """By TE's rule, two grad inputs are in use at a time, because a layer reads one and returns another."""
+    """With several microbatches, up to three grad inputs are in use at a time.
+
+    By TE's rule, there are two, because a layer reads one grad input and returns another.
+    """
     layers = 48
     order = layer_wise([1] * microbatches + [-1] * microbatches, [layers], wgrads)
     found = released_before(order, grad_input_releases(order, [1] * layers), [1] * layers)

@@ -42,5 +42,5 @@ assert "ImportError: cannot import name 'NAME'" in reason, reason
     ],
 )
 def test_only_the_fixes_that_need_a_missing_name_fail(name: str, failed: list[str]) -> None:
-    """These fixes, and the fixes that require them, fail when TE is imported, not in the middle of a capture."""
+    """The fixes that need the name, and their dependents, must fail when TE is imported, not during a capture."""
     assert simulate("-c", PROGRAM.replace("NAME", name), imported=()).split() == failed

@@ -51,7 +51,7 @@ def test_without_the_fixes_they_differ(program: Case) -> None:
 
 @pytest.mark.parametrize("module", ["layernorm_linear", pytest.param("grouped_linear", marks=pytest.mark.full)])
 def test_orders_give_what_eager_gives(module: str) -> None:
-    """All modules delay their wgrads, so `backward-dw-order` is needed."""
+    """Graphs in every order must equal eager training. All modules delay wgrads, which needs `backward-dw-order`."""
     orders = [order for order in [*NAMED.values(), *random_orders(4, 4)] if len(order) < 30]
     options = {"delay": True, "bias": True, "takes_grads": True}
     cases = []

@@ -1,4 +1,4 @@
-"""Test that a replay that raises an error changes no state, and that only the declared orders of steps matter."""
+"""Test that a replay that raises an error changes no state, and that only declared pairs of steps have an order."""
 
 from __future__ import annotations
 

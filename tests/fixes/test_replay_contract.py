@@ -51,7 +51,7 @@ REFUSED = {
     "data-of-an-fp8-parameter": "callable 0 (Linear): the _data of a parameter was added, replaced",
     "unfrozen-parameters": "a parameter that needed no gradient when this graph was captured needs one now",
 }
-"""A part of the error message that each of these programs must raise."""
+"""For each program, a part of the message of the error that it must raise."""
 UNAFFECTED = {
     *("fewer-microbatches", "captures-after-each-other-in-a-pool", "checkpoints-in-delayed-scaling"),
     *("written-in-place", "checkpoint-inside-of-the-autocast", "delayed-together"),
@@ -118,7 +118,7 @@ print(found == {id(kept.weight), id(beside.weight)})
 
 
 def test_nothing_is_kept_alive() -> None:
-    """A replaced ``main_grad`` is freed. After ``reset()``, only the weights of other callables are referenced."""
+    """A replaced ``main_grad`` must be freed. After ``reset()``, only other callables' weights may be referenced."""
     assert run_program(RELEASED).splitlines() == ["True", "True"]
 
 
@@ -295,7 +295,7 @@ NEXT = "in the next step"
 
 
 def test_a_change_raises_at_once() -> None:
-    """The next replay raises the error, even within a step, and whether or not its microbatch is the first."""
+    """The first replay after a change must raise the error, even within a step, and for every microbatch."""
     found = run_program(LATER).splitlines()
     assert found == [NEXT] * 3 + ["at once, in callable 3", IN_THE_FIRST, NEXT, IN_THE_FIRST]
 
@@ -448,7 +448,7 @@ print(number)
 
 
 def test_a_capture_keeps_its_contract_through_any_sequence_of_activations() -> None:
-    """Graphs that were captured without active fixes check no replay preconditions."""
+    """A graph must check replay preconditions if, and only if, the fixes were active during its capture."""
     number = int(run_program(ACTIVATIONS))
     assert number == 9 + 6  # 9 first captures, and 6 second captures without a deactivation before them
 
@@ -528,7 +528,7 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
     ],
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
-    """Copies of copies are eager, too. The module's class, which may define ``__deepcopy__``, stays unchanged."""
+    """Copies, and copies of copies, must be eager. The class, which may define ``__deepcopy__``, must not change."""
     assert run_program(COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 
@@ -571,7 +571,7 @@ print(len(_te_replay_contract_record._pools))
 
 
 def test_released_captures_leave_nothing_in_their_pool() -> None:
-    """Of released graphs, the record of the pool must keep only the time of the last replay."""
+    """The record of a memory pool may keep nothing of released graphs except the time of their last replay."""
     bounded, error, pools = run_program(RELEASED_CAPTURES).splitlines()
     assert (bounded, pools) == ("True", "0")
     assert "cannot be replayed: a released graph was replayed after its forward" in error
@@ -823,7 +823,7 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
     ],
 )
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
-    """The checkpoints recompute with hooks or an autograd function, also together with activation offloading."""
+    """Gradients must be correct if a checkpoint recomputes with hooks or an autograd function, also with offloading."""
     assert run_program(CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
 
 

@@ -91,7 +91,10 @@ def blocks(draw: st.DrawFn, names: Iterator[int], depth: int = 0) -> list[Marked
 
 
 def written(lines: list[Marked], marks: str, comments: bool = False) -> str:
-    """Return the lines with one of the ``marks`` as text. ``comments`` adds comments to unchanged lines."""
+    """Return the text of the lines that have one of the ``marks``.
+
+    If ``comments`` is true, unchanged lines end with comments.
+    """
     return "".join(
         f"{'    ' * indent}{text}{'  # a (comment' if comments and mark == ' ' else ''}\n"
         for mark, indent, text in lines

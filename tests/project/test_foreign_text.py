@@ -15,7 +15,7 @@ FOLDERS = ("te_graph_fixes", "tests", "tools", "docs", "examples", "upstream")
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines that are not blank or comments, without whitespace."""
+    """Return the lines that are neither blank nor comments, without whitespace."""
     found = ("".join(line.split()) for line in text.splitlines())
     return [line for line in found if line and not line.startswith("#")]
 

@@ -38,7 +38,7 @@ def test_every_command_exists(name: str) -> None:
 
 
 def test_images_shows_the_figures_of_nemo_26_04() -> None:
-    """The container's TE is a build of 2.14.0. The test reads the release 2.14.0 from PyPI instead."""
+    """The page must show the numbers of TE 2.14.0, because the container's TE is a build of this release."""
     page = (DOCS / "images.md").read_text()
     verdicts = needed("2.14.0")
     modules = {name for verdict in verdicts.values() for name in verdict.targets}
@@ -102,6 +102,6 @@ def test_a_slurm_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--export", "--container-env"])
 def test_lists_of_variables_are_complete(option: str) -> None:
-    """The lists name every variable that `run` sets."""
+    """The longest list of each launcher option must name every variable that `run` sets."""
     lists = re.findall(rf"{option}=([A-Z_,]+)", (DOCS / "launchers.md").read_text())
     assert {*variables(), *VARIABLES} <= {*max(lists, key=len).split(",")}

@@ -109,7 +109,7 @@ def test_a_command_runs(command: str) -> None:
         assert all(word in CASES or f"def test_{word.removeprefix('test_')}" in text for word in words)
     else:
         assert program == "te-graph-fixes" or arguments[:2] == ["-m", "te_graph_fixes"], (
-            "add to ELSEWHERE the test that runs it, or the reason why none does"
+            "add the command to ELSEWHERE, with the test that runs it or the reason why no test does"
         )
         arguments = arguments if program == "te-graph-fixes" else arguments[2:]
         done = python("-m", "te_graph_fixes", *arguments, path=source("2.14.0"))
@@ -142,7 +142,7 @@ def test_readme_answers_the_first_questions() -> None:
 
 
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
-    """The commands run outside of the checkout. Their Python has only wrapt, packaging and TransformerEngine."""
+    """The commands must run outside the checkout, in a Python with only wrapt, packaging and TransformerEngine."""
     for arguments in (
         ["status"],
         ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
@@ -285,7 +285,7 @@ def test_readme_shows_the_output_of_status() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "launchers.md"], ids=lambda page: page.name)
 def test_a_page_shows_the_line_of_run(page: Path) -> None:
-    """The words of the line are tested in tests/activation/test_messages.py."""
+    """The line must have current numbers. Its words are tested in tests/activation/test_messages.py."""
     applied = len(needed("2.12.0"))
     line = (
         rf"te-graph-fixes: host=\S+ rank=\d+ te=2.12.0 package={NEXT} mode=memory applied={applied} missing=0 digest="

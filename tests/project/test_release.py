@@ -112,7 +112,7 @@ def version_of(folder: Path) -> str:
 
 
 def test_versions_of_commits_differ(tmp_path: Path) -> None:
-    """The test compares the versions of a clone, its build, the sdist of a build, and a copy without git."""
+    """A build must have the version of its tag or commit, and a copy without git the development version."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     dist = build(checkout)
@@ -130,7 +130,7 @@ def test_versions_of_commits_differ(tmp_path: Path) -> None:
 
 
 def built_version(checkout: Path) -> str:
-    """Build a wheel through an sdist, and return its version, on which its name and its import must agree."""
+    """Build a wheel through an sdist, and return its version. Fail if the wheel's name contains another version."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(checkout.parent / "dist"), "."]
     shutil.rmtree(checkout.parent / "dist", ignore_errors=True)
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)

@@ -45,7 +45,7 @@ def test_every_report_is_about_a_fix_and_has_a_test() -> None:
 def test_a_test_for_te_fails_without_the_fixes_and_passes_with_them(fix: str, tried_te: TriedTE) -> None:
     tried_te.require(fix)
     if tried_te.minor < SHOWN_FROM.get(fix, 0):
-        pytest.skip(f"another bug hides it in TransformerEngine {tried_te.version}")
+        pytest.skip(f"another bug hides this bug in TransformerEngine {tried_te.version}")
     without = run_test(fix, "off", tried_te)
     assert re.search(r"\d+ failed", without.stdout), without.stdout + without.stderr
     require_passed(run_test(fix, "on", tried_te))

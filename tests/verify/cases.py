@@ -123,13 +123,13 @@ def _training(
 
 
 def _order(name: str, order: tuple[float, ...], **options: Any) -> Case:
-    """Return a case that delays wgrads in the schedule ``order``. Its modules do not mark first microbatches."""
+    """Return a case that delays wgrads in the schedule ``order``. Its modules have no ``is_first_microbatch``."""
     given = {"order": order, "delay": True, "weights": "plain", "reuse": True}
     return _training(name, (ORDER,), **{**given, **options})
 
 
 def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False, **options: Any) -> Case:
-    """Return a case with an unusual sequence of replays.
+    """Return a case that replays graphs in an unusual sequence.
 
     If ``breaks`` is true, the sequence breaks a replay precondition, so the case may raise an error.
     """
@@ -154,7 +154,7 @@ def _recomputed(name: str, recipe: str) -> Case:
 
 
 def _changed(*changes: str) -> tuple[str, ...]:
-    """Return the events of two microbatches with ``changes`` between them."""
+    """Return the events of two microbatches, with the events ``changes`` between them, and of an optimizer step."""
     return "forward", "backward", *changes, "forward", "backward", "update"
 
 
@@ -471,7 +471,7 @@ _BESIDE = (
 
 
 def _in_blackwell_recipes(cases: Iterable[Case]) -> Iterable[Case]:
-    """Yield copies of each `_training` case with the Blackwell recipes. Other GPUs skip these copies."""
+    """Yield the `_training` cases in each of the `BLACKWELL_RECIPES`. GPUs other than Blackwell skip them."""
     done = []
     for case in cases:
         own = case.options.get("recipe")

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _broken() -> dict[str, Any] | None:
-    """Return None if this process can run cases. Otherwise return the result that every case gets."""
+    """Return None if this process can run cases. Otherwise return a result with the reason, for every case."""
     try:
         import torch
         import transformer_engine.pytorch  # noqa: F401
@@ -74,7 +74,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _in_the_case(error: Exception) -> bool:
-    """Return whether an import in the code of the cases failed, not one in TransformerEngine or in the fixes."""
+    """Return whether ``error`` is a failed import in a case, not one in TransformerEngine or in the fixes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, ImportError) and frame.f_globals["__name__"].startswith(f"{__package__}.")
 

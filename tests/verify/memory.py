@@ -29,7 +29,7 @@ def compare(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[st
 
 
 def _highest(program: Program) -> int:
-    """Run a program twice, and return the highest peak of the second run. The first allocates permanent workspaces."""
+    """Return the highest peak of a program's second run, because the first run allocates permanent workspaces."""
     peaks(program)
     return max(peaks(program))
 

@@ -80,7 +80,7 @@ def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def require_recomputation() -> None:
-    """Raise `Skipped` if this TE does not capture `te.checkpoint`."""
+    """Raise `Skipped` if this TE cannot capture `te.checkpoint`."""
     if not _captures_by_backward():
         raise Skipped("TE before 2.12 refuses to capture te.checkpoint")
 

@@ -122,7 +122,7 @@ class Row:
 
 
 class Child:
-    """A process that runs cases. It starts for the first case, and again for the next case after it has ended."""
+    """A child process that runs cases. It starts for the first case, and restarts for the next case if it has ended."""
 
     def __init__(self, environ: Mapping[str, str], command: Sequence[str] = CHILD) -> None:
         self._command, self._environ = command, environ
@@ -177,9 +177,9 @@ class Child:
 
 
 def environment(switch: str) -> dict[str, str]:
-    """Return the environment of a child process: with the fixes off, or with the fixes that the user selected.
+    """Return the environment of a child process that runs without or, if ``switch`` is `WITH`, with the fixes.
 
-    If the user turned the fixes off, all fixes are selected.
+    With the fixes, the user's settings apply, but if they turn the fixes off, all fixes are selected.
     """
     if switch == WITHOUT:
         return {**os.environ, SWITCH: "off"}
@@ -195,8 +195,9 @@ def measure(
 ) -> list[Row]:
     """Run ``cases`` without and with the fixes, and return a row for each.
 
-    The cases run in ``workers`` processes, by default one per CPU and at most 8, which ``command`` starts. A baked
-    TransformerEngine cannot run without the fixes, so its ``switches`` are only `WITH`. Progress is printed to stderr.
+    For each of the ``switches``, ``command`` starts half of the ``workers`` processes, but at least one. By default,
+    ``workers`` is the number of CPUs, but at most 8. A baked TransformerEngine cannot run without the fixes, so its
+    ``switches`` are only `WITH`. Progress is printed to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]

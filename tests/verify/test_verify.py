@@ -48,7 +48,7 @@ UNABLE = Outcome("unable", detail="ImportError: no such recipe")
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow child processes to import ``tests`` and the modules of this process."""
+    """Allow child processes to import ``tests`` and every module that this process can import."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 

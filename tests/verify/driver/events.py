@@ -1,4 +1,4 @@
-"""Events for inference, new and failed captures, and calls with wrong arguments. `train` runs a program."""
+"""Events of programs: inference, new and failed captures, and calls with wrong arguments. `train` runs a program."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def recapture(t: Training) -> None:
 @event
 def reset_fp8(t: Training) -> None:
     FP8GlobalStateManager.reset()
-    t.other = torch.ones(1, device="cuda")  # may use the memory of the skip flag, which graphs still read
+    t.other = torch.ones(1, device="cuda")  # this tensor may get the memory of the skip flag, which graphs still read
 
 
 FAILURES = (
@@ -187,7 +187,7 @@ outside_of_the_autocast = event(lambda t: warned(t, "outside te.autocast", rando
 
 
 def refused(t: Training, misuse: Any) -> None:
-    """Pass wrong arguments to a graph with ``misuse``. Record a mismatch unless this raises an expected error."""
+    """Let ``misuse`` call a graph with wrong arguments. Record a mismatch unless this raises an expected error."""
     (x,), marks = pytree.tree_map(torch.Tensor.detach, t.samples(0))
     if program.weights == "cached":
         marks["is_first_microbatch"] = True

@@ -152,7 +152,7 @@ class Captured:
     def hook(self, number: int, parameter: Any) -> None:
         """Register a hook on a parameter.
 
-        The hook records only the number of the layer, because the order of its calls within a layer may vary.
+        The hook records only the number of the layer, because the order of the hooks within a layer may vary.
         """
 
         def hook(grad: torch.Tensor) -> Any:
@@ -296,9 +296,9 @@ def restore(module: Any, before: dict[str, Any]) -> None:
 
 
 def mark(module: Any) -> None:
-    """Add ``is_first_microbatch`` to a module. As in Megatron-Core, the module's forward passes it on and clears it.
+    """Add ``is_first_microbatch`` to a module, and wrap the module's forward so that it receives the attribute.
 
-    The forward does not clear it if the training loop sets it.
+    As in Megatron-Core, the wrapper then clears the attribute, unless the training loop sets it.
     """
     forward = module.forward
 
@@ -324,7 +324,7 @@ MARKS_OF_THE_LOOP = ("set", *OF_CLASSES)
 
 
 def set_mark(module: Any, is_first: bool) -> None:
-    """Set ``is_first_microbatch`` of a module or, if the program marks classes, of its class."""
+    """Set ``is_first_microbatch`` of a module or, if it belongs to the module's class (`OF_CLASSES`), of the class."""
     if program.weights == "property":
         type(module).is_first = is_first
     else:

@@ -161,7 +161,7 @@ special_inside = module(lambda: Block(subclassed), "SpecialInside")
 
 @module
 class ListBlock(torch.nn.Module):
-    """Projections in a `ModuleList`, which run in another order than they were created."""
+    """Projections in a `ModuleList`. Their execution order differs from the order of their creation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,11 +22,11 @@ class Program:
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too; torch operations emulate its rounding
     built_without_grad: bool = False
-    # "marked": modules have the mark `is_first_microbatch`, which a forward clears. "cached": in addition, graphs cache
-    # weights. "set": the training loop sets the mark for each microbatch, and no forward clears it. "class": like
-    # "set", but the mark is an attribute of the class, and False in the capture. "property": like "set", but the mark
-    # is a property without a setter, so the loop sets its value. "own": modules always use the FP8 weights of their
-    # first forward.
+    # The use of `is_first_microbatch`. "marked": modules have this attribute, and a forward clears it. "cached": in
+    # addition, graphs cache weights. "set": the training loop sets the attribute for each microbatch, and no forward
+    # clears it. "class": like "set", but the attribute belongs to the class, and is False in the capture. "property":
+    # like "set", but the attribute is a property without a setter, so the loop sets the value that it returns. "own":
+    # modules always use the FP8 weights of their first forward.
     weights: str = "plain"
     frozen: tuple[int, ...] = ()  # the numbers of layers that are not trained
     in_bf16: tuple[int, ...] = ()  # the numbers of layers without FP8
@@ -65,10 +65,10 @@ class Program:
     fit: bool = False  # every step has the same inputs and targets, and a squared-error loss
     optimizer: str = ""  # by default, plain updates; "master weights" are updated as in ZeRO
     ranks: bool = False  # two processes train and reduce amaxes; some ``hooks`` also reduce gradients
-    inside: bool = False  # only the first projection of a layer is captured, if the layer has a projection
+    inside: bool = False  # of each layer with a submodule ``first``, only this submodule is captured
     strided: bool = False  # inputs and output grads are not contiguous
     in_place: bool = False  # the input is added to the output, in place
-    offload: bool = False  # tensors saved by autograd are copied
+    offload: bool = False  # autograd saves copies of tensors, as in activation offloading
     late_hooks: bool = False  # parameters get their hooks after the capture
     fp8_mha: bool = False  # with ``fp8_attention``, the inputs of attention are in FP8 too
     same_input: bool = False  # every microbatch is copied into one tensor, the sample argument of the first layer

@@ -123,9 +123,10 @@ class Training(Captured):
                     self.see("outputs", extra(random(), is_first_microbatch=microbatch == 0))
 
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
-        """Run a step.
+        """Run a training step.
 
-        If ``skip`` is true, drop its gradients. If ``interrupted`` is true, evaluate after its first backward.
+        If ``skip`` is true, drop the step's gradients. If ``interrupted`` is true, evaluate after the step's first
+        backward.
         """
         self.begin(eager)
         counts: dict[float, int] = {}
@@ -178,7 +179,7 @@ class Training(Captured):
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """Compute the delayed wgrads of a layer. An eager training has computed them, so it only records hook calls."""
+        """Compute the delayed wgrads of a layer. Eager training has computed them, so only hook calls are recorded."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
