@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,14 @@ from te_graph_fixes.patching.source import Edit, Source
 
 pytestmark = pytest.mark.te
 
-CODE = "standin_of_torch.code"
-
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["compiled caller", "compiled", "scripted", "saved forward"])
 def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    package = tmp_path / "standin_of_torch"
+    name = f"standin_of_torch_{way.replace(' ', '_')}"
+    package, code = tmp_path / name, f"{name}.code"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "code.py").write_text(
@@ -29,10 +27,10 @@ def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest
         "class Module(torch.nn.Module):\n    def forward(self, x):\n        return run(x)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module(CODE)
+    module = importlib.import_module(code)
     source = Source(str(package), None)
-    found = source.module(CODE).definition("run")
-    edit = Edit(CODE, *found.module.span(found.one("x + 1")), "x + 2")
+    found = source.module(code).definition("run")
+    edit = Edit(code, *found.module.span(found.one("x + 1")), "x + 2")
     installation = Installation(source, {"fix": Change(edits=(edit,))})
     instance = module.Module()
     saved = instance.forward
@@ -43,11 +41,7 @@ def test_torch_runs_the_fixed_code(way: str, tmp_path: Path, monkeypatch: pytest
         "scripted": lambda: torch.jit.script(module.run),
         "saved forward": lambda: saved,
     }
-    try:
-        assert calls[way]()(torch.zeros(1)).item() == 2
-        installation.revert()
-        torch.compiler.reset()
-        assert way == "scripted" or calls[way]()(torch.zeros(1)).item() == 1  # torch caches scripted functions
-    finally:
-        for name in ("standin_of_torch", CODE):
-            del sys.modules[name]
+    assert calls[way]()(torch.zeros(1)).item() == 2
+    installation.revert()
+    torch.compiler.reset()
+    assert way == "scripted" or calls[way]()(torch.zeros(1)).item() == 1  # torch caches scripted functions

@@ -299,8 +299,7 @@ def check_tes_linear_modules_compute_what_torch_does() -> None:
             module = getattr(te, kind)(*arguments, params_dtype=torch.bfloat16, device="cuda")
             inp = x.bfloat16().requires_grad_()
             extra = ([0, 16],) if kind == "GroupedLinear" else ()
-            context = getattr(te, "autocast", None)
-            with context(enabled=recipe is not None, recipe=recipe):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
                 out = module(inp, *extra)
             out.backward(dy)
             name = "weight1" if kind == "GroupedLinear" else "weight"

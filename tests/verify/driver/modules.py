@@ -38,7 +38,6 @@ def made(name: str, kind: Any, *experts: int, width: int = 1, **own: Any) -> Any
 linear = made("linear", te.Linear)
 layernorm_linear = made("layernorm_linear", te.LayerNormLinear)
 layernorm_mlp = made("layernorm_mlp", te.LayerNormMLP, width=2)
-swiglu_mlp = made("swiglu_mlp", te.LayerNormMLP, width=2, activation="swiglu")
 
 
 class Experts(te.GroupedLinear):
