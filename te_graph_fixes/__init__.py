@@ -52,7 +52,7 @@ def _is_own_command() -> bool:
     )
 
 
-if not _is_own_command():  # a command needs no fixes, and prints errors in the settings itself
+if not _is_own_command():  # a command applies no fixes to itself, and reports invalid settings
     _options = environment_options()
     activate()
     if _options:

@@ -4,10 +4,10 @@
     import of TE ends    wrapt calls our hook, which applies the fixes selected by the current settings
     deactivate()         reverts the fixes
 
-A fix that cannot be applied is skipped, together with the fixes that require it. The other fixes are installed all or
-none. In strict mode, a missing fix is an error: no fix is installed, and the import of TE fails. `decision` describes
-the steps from TE's source to the installed fixes. That module is imported only when needed, so that
-``import te_graph_fixes`` is fast.
+A fix that cannot be applied is skipped, together with the fixes that require it. Of the other fixes, either all are
+installed or none. In strict mode, a missing fix is an error: no fix is installed, and the import of TE fails.
+`decision` describes the steps from TE's source to the installed fixes. That module is imported only when needed, so
+that ``import te_graph_fixes`` is fast.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .patching.installation import Installation
 
 _COPIED = "_make_graphed_callables"
-"""A function of TransformerEngine's graph.py. Any other module that defines it is a copy of graph.py."""
+"""A function of TransformerEngine's graph.py. Any other module that defines this function is a copy of graph.py."""
 _NOT_LOADED = (
     "{} baked it into TransformerEngine's files, but this process runs other code. Either TransformerEngine was "
     "imported before the bake, or its bytecode is old (delete __pycache__ and PYTHONPYCACHEPREFIX), or another package "
@@ -75,7 +75,7 @@ class _Activation:
         self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
 
     def _renew_lock(self) -> None:
-        """Create the lock. In a forked child, another thread of the parent may hold the old lock forever."""
+        """Create the lock. In a forked child, the thread that held the old lock may no longer exist."""
         self._lock = threading.RLock()
 
     def activate(
@@ -117,7 +117,7 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
-            # If the error ends the import of this package, the hook remains, and could no longer import `decision`.
+            # If the error ends the import of this package, the hook remains. It could then not import `decision`.
             from . import decision  # noqa: F401
 
             raise RuntimeError(
@@ -172,8 +172,8 @@ class _Activation:
         """Apply the fixes to the imported TE, and print the status line."""
         from .manifest import UNDO
 
-        with contextlib.suppress(ImportError):  # `report` raises it again, unless the fixes are off
-            # Not under the lock, because a child forked during an import waits forever if it imports the same module.
+        with contextlib.suppress(ImportError):  # after an error, `report` raises it again, unless the fixes are off
+            # Import before taking the lock: a child forked during an import waits forever if it imports the module too.
             from .decision import settings_conflict
 
         with self._lock:
@@ -254,7 +254,7 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
-            if decision is None and source and installed_manifest():  # else the source would be searched
+            if decision is None and source and installed_manifest():  # without one, `read` searches the source
                 decision = decide(read(source), self._settings or Settings(frozenset()))
             manifest = decision.reading.manifest if decision else None
             is_loaded = self._decision is not None or loaded(PACKAGE)
@@ -270,7 +270,7 @@ class _Activation:
             return replace(report, mode=self._mode(report), digest=state_digest(report, manifest, texts))
 
     def _mode(self, report: Report) -> str:
-        """Return the mode (`Report.mode`) of a new report."""
+        """Return the `Report.mode` that follows from the statuses in ``report`` and from the settings."""
         statuses = {fix.status for fix in report.fixes.values()}
         if report.active:
             return "memory" if Status.APPLIED in statuses else "baked"
@@ -303,7 +303,10 @@ class _Activation:
 
 
 def _baked_statuses(decision: Decision, manifest: Manifest, is_loaded: bool) -> dict[str, tuple[Status, str]]:
-    """Return the status of every fix and the reason, for a baked TE and the functions that this process has loaded."""
+    """Return the status and reason of every fix in a baked TE.
+
+    A baked fix is pending until TE is imported, and failed if this process runs other code.
+    """
     from .patching.files import live_changes
 
     statuses = {fix_id: (fix.status, fix.reason) for fix_id, fix in decision.fixes.items()}

@@ -25,7 +25,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 8 bytes, and
     details only before an error.
 
-    Raise ValueError without a process group, outside the group, and for a digest that is malformed.
+    Raise ValueError if there is no process group, if this process is outside ``group``, or if ``digest`` is malformed.
     """
     if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{8}", digest)):
         raise ValueError(f"digest={digest!r} is malformed. Pass the eight digits after `digest=` in the status line.")
@@ -73,7 +73,7 @@ def _equal_ranks(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Send the ``details`` of one rank to all ranks, and return them."""
+    """Broadcast the ``details`` of one rank, and return them on every rank."""
     from torch import distributed
 
     sent = [details if distributed.get_rank() == rank else None]
@@ -82,7 +82,7 @@ def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any
 
 
 def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
-    """Return an error text: the fixes of each group of equal ranks, and their differences from the first group."""
+    """Return an error text with the fixes of each group of equal ranks, and their differences from the first group."""
     usual = {*details[0]["active"]}
     lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
     for same, found in zip(ranks, details, strict=False):
@@ -96,7 +96,7 @@ def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, A
 
 
 def numbered_ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 3", or a list such as "ranks 0-3, 7". Many ranges are cut off, followed by the number of ranks."""
+    """Return "rank 3", or a list such as "ranks 0-3, 7". A long list is cut off, and ends with the number of ranks."""
     starts = [numbers[0], *(after for before, after in pairwise(numbers) if after > before + 1)]
     ends = [*(before for before, after in pairwise(numbers) if after > before + 1), numbers[-1]]
     ranges = [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]

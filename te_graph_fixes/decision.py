@@ -39,7 +39,7 @@ class Reading:
 
 
 def read(source: Source) -> Reading:
-    """Return the verdicts on a TE, from the manifest if TE is baked, else by matching every fix with the source.
+    """Return the `Reading` of a TE, from the manifest if TE is baked, else by matching every fix with the source.
 
     A fix that the bake disabled is applicable, because TE has its bug.
     """
@@ -79,7 +79,7 @@ class Decision:
 
     @property
     def disabled(self) -> list[str]:
-        """The fixes disabled by the settings although TE needs or may need them, without those disabled by a bake."""
+        """The fixes disabled by the settings although TE needs or may need them, except those disabled by a bake."""
         in_bake = self.reading.in_bake(Status.DISABLED)
         return [fix_id for fix_id in self._having(Status.DISABLED) if fix_id not in in_bake]
 
@@ -105,9 +105,10 @@ class Decision:
 
 
 def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | None = None) -> Decision:
-    """Return the decision on verdicts and settings. ``failures`` maps the fixes that fail in this process to reasons.
+    """Return the `Decision` that follows from the verdicts in ``reading`` and from the settings.
 
-    Selecting a fix also selects the fixes that it requires. Disabling a fix also disables the fixes that require it.
+    ``failures`` maps the fixes that fail in this process to reasons. Selecting a fix also selects the fixes that it
+    requires. Disabling a fix also disables the fixes that require it.
     """
     applicable = {fix_id for fix_id, found in reading.assessments.items() if found.verdict == Verdict.APPLICABLE}
     selected = CATALOGUE.keys() if settings.only is None else settings.only
@@ -142,7 +143,7 @@ def with_required(fix_ids: Iterable[str]) -> set[str]:
 
 
 def settings_conflict(decision: Decision) -> str:
-    """Return how the settings differ from the baked fixes, as a sentence, or "" if they agree.
+    """Return a sentence with the differences between the settings and the baked fixes, or "" if they agree.
 
     The default settings, which neither select nor disable fixes, agree with every bake.
     """

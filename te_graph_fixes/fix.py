@@ -116,7 +116,7 @@ class Fix:
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected(self, version: str | None) -> Verdict | None:
-        """Return the verdict that a version implies, ``applicable`` or ``not-needed``, or None if it is invalid."""
+        """Return the verdict implied by a version, ``applicable`` or ``not-needed``, or None for an invalid version."""
         if (found := parsed(version)) is None:
             return None
         has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)

@@ -45,7 +45,7 @@ _FORMAT = {
     "files": rf'(?=.*\["){{("{TE}(/\w+)+\.py": \[({_DIGEST}|null), {_DIGEST}\]{_COMMA})+}}',
     "code": rf'{{({_TEXT}: {{("{TE}(\.\w+)+:[\w.<>]+": {_TEXT}{_COMMA})*}}{_COMMA})*}}',
 }
-"""A regular expression for the JSON of each field. Every file is inside TE, and the bake did not add all of them."""
+"""A regular expression for the JSON of each field. All files must be in TE, and the bake must not have added all."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Manifest:
         return f"{self.by} baked this TransformerEngine, but this is te-graph-fixes {__version__}. Run:\n  {BAKE}"
 
     def baked(self, source: Source, force: bool = False) -> list[str]:
-        """Return the paths of the modules that are not as before the bake, or [] if all are as before.
+        """Return the paths of the modules that differ from their state before the bake, or [] if none does.
 
         If another TE was installed over the bake, only the modules that the bake added are returned. Raise `BakeError`
         if modules have changed since the bake, unless ``force`` is true.

@@ -22,7 +22,7 @@ class TEGraphFixesWarning(UserWarning):
 
 
 def problem_summary(report: Report) -> str:
-    """Return a message about missing fixes and graphs captured too early, with reasons and remedies, or "" for none."""
+    """Return a message about missing fixes and graphs captured too early, with reasons and remedies, or ""."""
     missing, te = report.missing, te_name(report.te_version)
     lines = []
     if missing:

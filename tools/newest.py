@@ -4,7 +4,7 @@
     python -m tools.newest te                                  # a checkout, or a site-packages folder
     python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, instead of its working tree
 
-This prints the verdicts for each TE. The exit status is 1 if a verdict is ``unrecognized``, or is not the expected
+The tool prints the verdicts for each TE. Its exit status is 1 if a verdict is ``unrecognized``, or is not the expected
 verdict for the version. In this case, see "Support a new TE" in CONTRIBUTING.md. To fetch a ref, run `git fetch origin
 pull/3353/merge:refs/pull/3353/merge`.
 """

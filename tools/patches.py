@@ -1,7 +1,7 @@
 """``python -m tools.patches FOLDER``: write a patch for each published TransformerEngine (TE).
 
-To apply one, run ``patch -p1 --dry-run`` and then ``patch -p1`` in the folder that contains ``transformer_engine``. For
-a vendor's build, which no package index has, run ``te-graph-fixes diff`` in the vendor's container.
+To apply a patch, run ``patch -p1 --dry-run`` and then ``patch -p1`` in the folder that contains ``transformer_engine``.
+For a vendor's build, which no package index has, run ``te-graph-fixes diff`` in the vendor's container.
 """
 
 from __future__ import annotations

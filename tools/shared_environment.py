@@ -36,7 +36,10 @@ hypothesis
 
 
 def site_packages(folder: Path) -> Path:
-    """Return the site-packages folder of the environment in ``folder``. Create a missing environment."""
+    """Return the site-packages folder of the environment in ``folder``.
+
+    Create the environment if it is missing or has other requirements.
+    """
     done = folder / "requirements.txt"
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     folder.parent.mkdir(parents=True, exist_ok=True)

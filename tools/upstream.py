@@ -1,9 +1,9 @@
 """Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
 
-FOLDER gets a folder for each report that applies to the checkout: the text (``report.md``), the patch of the fix
-(``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). ``git apply`` applies these
-patches. ``fix.patch`` does not contain the fixes that its fix requires. They are in ``required.patch``, and the first
-line of the report names them. New modules get the header of the checkout's own graph.py.
+The tool creates in FOLDER a folder for each report that applies to the checkout, with the text (``report.md``), the
+patch of the fix (``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). ``git apply``
+applies these patches. ``fix.patch`` does not contain the fixes that its fix requires. They are in ``required.patch``,
+and the first line of the report names them. New modules get the header of the checkout's own graph.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRAPH_FILE = "transformer_engine/pytorch/graph.py"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the reports for the fixes in ``arguments``, by default for all fixes."""
+    """Write the reports for the fixes in ``arguments``, by default all. For a fix without edits, print the reason."""
     checkout, folder, *names = arguments
     source = Source.at(Path(checkout))
     found = assess(source)
@@ -103,7 +103,7 @@ def with_imports_at_top(text: str, changes: Mapping[str, Assessment]) -> str:
 
 
 def with_test(tests: str, test: str) -> str:
-    """Return the file of tests with another test appended, and with the imports that it lacks."""
+    """Return the text ``tests`` of a test file with ``test`` appended, and with the imports that ``test`` needs."""
     tree, theirs = ast.parse(test), ast.parse(tests)
     known = {name.asname or name.name for node in theirs.body for name in getattr(node, "names", ())}
     imports = [

@@ -56,8 +56,8 @@ class Options:
 def environment_options() -> Options | None:
     """Return the options in the variable `CHECK`, or None if it requests no check.
 
-    Raise ValueError if the variable is invalid, and ImportError if a check is not possible without wrapt. If all fixes
-    are turned off, print the error instead, and return None.
+    Raise ValueError if the variable is invalid, and ImportError if it requests a check but wrapt is missing or too old.
+    If all fixes are turned off, print the error instead, and return None.
     """
     try:
         options = Options.parse(os.environ.get(CHECK, ""))

@@ -25,7 +25,7 @@ current: list[Check] = []
 
 
 def start(options: Options) -> None:
-    """Check the graphs captured after this call."""
+    """End the previous check, if any, and check the graphs captured after this call."""
     if current:
         current.pop().finish()
     current.append(Check(options))
@@ -64,7 +64,7 @@ def make_checked_graphed_callables(*args: Any, **kwargs: Any) -> Any:
 
 
 def _references(given: Values) -> list[EagerReference]:
-    """Return a reference for each callable, in TE's order: sorted by chunk, then microbatch, then layer."""
+    """Return the eager reference of each callable, in TE's order: sorted by chunk, then microbatch, then layer."""
     modules = given["modules"] if isinstance(given["modules"], tuple) else (given["modules"],)
     fp8, recipe = (given.get(name) or given.get(f"fp8_{name}") for name in ("enabled", "recipe"))
     enabled = fp8 if isinstance(fp8, tuple) else (fp8,) * len(modules)
@@ -150,13 +150,13 @@ class CheckedCallable:
         self._check.lifetimes.before_replay()
 
     def _after_replay(self, run: Microbatch, when: str, returned: Values, stream: Any = None) -> None:
-        """Compare every tensor that a replay has written: the ``returned`` tensors, gradients, marks and amaxes."""
+        """Compare all that a replay has written: the ``returned`` tensors, gradients, amaxes and marks (`MARK`)."""
         if stream is not None:  # Wait until the graph has written the tensors.
             torch.cuda.current_stream().wait_stream(stream)
         self._check.lifetimes.after_replay(f"the {when} of callable {self._index}")
         subjects = {x.data_ptr(): self._subject(when, name) for name, x in returned.items() if x is not None}
         self._check.lifetimes.returned |= subjects
-        if not run.eager:  # The results are compared already.
+        if not run.eager:  # The results have already been compared.
             return
         values = self._reference.amaxes(when)
         for name, parameter in self._reference.parameters.items():
@@ -164,7 +164,7 @@ class CheckedCallable:
             values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
             values[f"mark {MARK} of {name}"] = bool(getattr(parameter, MARK, False))
         values |= returned
-        (eager, again), run.eager = run.eager, []  # An output that the program keeps would keep ``run`` alive.
+        (eager, again), run.eager = run.eager, []  # A kept output keeps ``run`` alive, so drop its results.
         for name, expected in eager.items():
             is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
             if is_delayed and (values[name] is None or expected is None):
@@ -173,7 +173,7 @@ class CheckedCallable:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 
     def _attempt(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of ``work``, a part of the check. If it raises, leave the callable out and return None."""
+        """Return ``work(*args)``, or None if the check has ended or leaves out the callable, as after an error."""
         reference = self._reference
         if self._check.finished:
             return None

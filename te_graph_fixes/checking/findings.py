@@ -39,13 +39,13 @@ from .difference import relative_error
 from .lifetimes import PARAMETER, Lifetimes, Subject
 
 NOISE_FACTOR = 8
-"""An error is a mismatch if it exceeds the difference of two eager runs by more than this factor."""
+"""A relative error is a mismatch if it is larger than this multiple of the relative error of two eager runs."""
 MAX_NOISE = 0.1
-"""A tensor is not compared if two eager runs differ by a larger relative error: no kernel has written its memory."""
+"""A tensor is not compared if two eager runs differ by more than this, because no kernel has written its memory."""
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The texts of mismatches that are not between two tensors, by the graph's value: a mark, or None for no tensor."""
+"""The texts of mismatches by the graph's value, if it is no tensor: None for a missing tensor, or a mark."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
@@ -244,7 +244,7 @@ class Check:
 
 
 def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
-    """Return the last line of a check: a verdict, or an error if the fixes of the ranks differ."""
+    """Return the last line of a check: the number of mismatches, or an error if the fixes of the ranks differ."""
     if len(set(fixes)) == 1:
         return f"te-graph-fixes check, fixes {fixes[0][0]}: {_sentence(totals)}"
     ranks = {state: [rank for rank, each in enumerate(fixes) if each == state] for state in dict.fromkeys(fixes)}

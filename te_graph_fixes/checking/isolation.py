@@ -1,8 +1,8 @@
 """Isolation of an eager run from the job: its gradients, parameters, buffers and random states.
 
 A module may refer to a parameter from anywhere: a helper object, a closure, a view. The eager run therefore uses the
-real parameters. Meanwhile, autograd returns gradients instead of accumulating them. So no AccumulateGrad node runs, and
-none of the node's hooks. Writes of torch operators to other tensors of the job, such as a global sum of losses, are
+real parameters. Meanwhile, autograd returns gradients instead of accumulating them, so no AccumulateGrad node runs, and
+no hook of such a node. Writes of torch operators to other tensors of the job, such as a global sum of losses, are
 reverted.
 """
 
@@ -32,7 +32,7 @@ class NotIsolatedError(Exception):
 
 
 class IsolatedParameters:
-    """Parameters without gradients and marks, and with a copy of their ``main_grad``, until `restore`.
+    """Parameters of the job without gradients and marks, and with a copy of their ``main_grad``, until `restore`.
 
     A backward stores its gradients in the ``.grad`` of the leaves.
     """
@@ -40,8 +40,8 @@ class IsolatedParameters:
     def __init__(self, parameters: Iterable[Any], retain_graph: bool) -> None:
         """Isolate ``parameters``.
 
-        ``retain_graph`` is True if the capture retained autograd graphs, because a second backward may then need their
-        saved tensors.
+        If ``retain_graph`` is True, as in the capture, eager backwards retain their autograd graphs, because a second
+        backward may need the saved tensors.
         """
         self.grads: dict[Any, Any] = {}
         """The job's ``.grad`` of each leaf."""
@@ -69,7 +69,7 @@ class IsolatedParameters:
             hooks.clear()
 
     def _copy_attributes(self, parameter: Any) -> None:
-        """Copy the attributes written by a backward or cached by a quantized parameter."""
+        """Replace the attributes that a backward writes, or that a quantized parameter caches, by copies."""
         attributes = vars(parameter)
         self._undo.callback(attributes.update, dict(attributes))
         self._undo.callback(attributes.clear)
@@ -95,7 +95,7 @@ class Engine:
         return getattr(self._engine, name)
 
     def is_checkpoint_valid(self) -> bool:
-        """Return True, which allows reentrant checkpoints: all leaves are inputs, so the engine runs all nodes."""
+        """Return True to allow reentrant checkpoints, because the engine runs all nodes: all leaves are inputs."""
         return True
 
     def run_backward(
@@ -140,13 +140,13 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """A record of the writes of torch operators to tensors that existed before, until `revert`.
+    """A recorder of the writes of torch operators to tensors that existed before, which `revert` undoes.
 
     Writes by TE's kernels and by compiled functions are not recorded.
     """
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
-        """Record no writes to the tensors ``watched``, because `JobTensors` restores these."""
+        """Ignore writes to the tensors ``watched``, because `JobTensors` restores them."""
         super().__init__()
         self._ignored = _storages([*watched])  # The storages that the run allocates are added.
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -175,7 +175,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
             self._before[key] = tensor.detach(), tensor.detach().clone()
 
     def revert(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore every written tensor. Return the results ``values`` of the run, in which written tensors are copies.
+        """Restore every written tensor. Return the results ``values`` of the run, with copies of written tensors.
 
         A result can be a written tensor, because a compiled function allocates without an operator.
         """
@@ -203,8 +203,8 @@ class JobTensors:
         self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
 
     def restore(self) -> dict[str, torch.Tensor]:
-        """Restore all tensors without waiting for the GPU. Return the relative errors that they had before, by name."""
+        """Restore all tensors without waiting for the GPU. Return their relative errors before that, by name."""
         changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
         for tensor, copy in self._tensors.values():
-            tensor.data.copy_(copy)  # The version is unchanged, because a backward of the job may need the tensor.
+            tensor.data.copy_(copy)  # `.data` does not change the version, which a backward of the job may check.
         return changes

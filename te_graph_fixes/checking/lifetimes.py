@@ -29,10 +29,10 @@ class Subject(NamedTuple):
 
 
 class Lifetimes:
-    """The tensors in use in graph memory. Replays that overwrite them are reported.
+    """The tensors in use in graph memory, and the detection of replays that overwrite them.
 
     Two kinds of tensors are in use: the ``.grad`` of a parameter in graph memory, and a tensor being sent, until the
-    program has waited for the send. Sends are detected in the process group. `isend` cannot be wrapped, because torch
+    program has waited for the send. Sends are detected in the process group, because `isend` cannot be wrapped: torch
     compares it by identity.
     """
 
@@ -51,7 +51,7 @@ class Lifetimes:
             wrapt.wrap_function_wrapper(distributed_c10d, name, self._wait if name == "Work.wait" else self._send)
 
     def before_replay(self) -> None:
-        """Record the contents of tensors in use. Earlier writes by the program itself must not be reported."""
+        """Record the sums of the tensors in use, so that only writes by the replay are reported."""
         used = [pair for _, sent in self._sends.values() for pair in sent]
         for address, subject in self.returned.items():
             parameter = subject.reference.parameters.get("".join(PARAMETER.findall(subject.kind)))

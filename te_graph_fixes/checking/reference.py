@@ -36,7 +36,7 @@ NO_CACHES: dict[str, Any] = {
     "cuda_graphs": [],
     "wgrad_accumulation_and_reduce_hooks": [],
 }
-GRAPHED = ("forward", "backward_dw", "reset")  # set by TE in a module's `__dict__` if graphed without a schedule
+GRAPHED = ("forward", "backward_dw", "reset")  # TE sets these on a module that is graphed without a schedule
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
 """The module of Megatron-Core whose `FLAG` is true during a capture, in older and newer versions."""
 FLAG = "_IS_GRAPH_CAPTURING"
@@ -251,8 +251,8 @@ class EagerReference:
     def _enter_autocasts(self, stack: ExitStack) -> None:
         """Enter the autocasts of the capture inside a disabled autocast.
 
-        In an autocast, the first FP8 module updates scales. The outer autocast already counts a first module, so the
-        modules of the reference do not update scales.
+        In an autocast, the first FP8 module updates scales. The outer autocast has already had its first module, so the
+        modules of the reference update no scales.
         """
         group = Manager.get_fp8_group()
         Manager.reset()
@@ -273,7 +273,7 @@ class EagerReference:
 
 
 def named_outputs(outputs: list[Any]) -> Values:
-    """Return the tensors among ``outputs`` by their positions, without autograd, or {} if there is none."""
+    """Return the tensors among ``outputs``, detached and named by their positions, or {} if there is none."""
     return {f"output {i}": value.detach() for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
 
 

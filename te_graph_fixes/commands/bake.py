@@ -3,10 +3,10 @@
 A bake in place first writes each new text next to its module, as ``graph.py.te-graph-fixes-new``, and the manifest
 ``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
 links the original as ``graph.py.te-graph-fixes-original``, and renames the new text to the module. The added modules
-come first, because the others import them, and graph.py comes last, because its changes activate those of the others.
-So TE can be imported after each rename, and computes the same without graphs. An undo renames the originals to their
-modules, in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a bake or an undo was
-killed, at the start of the next command.
+come first, because the others import them, and graph.py comes last, because its changes activate the changes of other
+modules. TE can therefore be imported after each rename, and computes the same numbers without graphs. An undo renames
+the originals to their modules, in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a
+bake or an undo was killed, at the start of the next command.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the manifest and every module that the fixes change or add: its text before and after ("" before: added).
+    """Return the texts before and after a bake of the manifest and of every module that the fixes change or add.
 
-    The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. Each
-    text has the line breaks of its file. The result is {} if there is nothing to fix.
+    The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The text
+    before is "" for an added file. Each text has the line breaks of its file. The result is {} if there is nothing to
+    fix.
     """
     source, root, files = decision.source, Path(decision.source.location).parent, {}
     for name, texts in patched(source, decision.to_apply).items():

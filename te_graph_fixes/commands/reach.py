@@ -1,4 +1,4 @@
-"""Find the parts of a command line whose Python processes ``te-graph-fixes run`` does not reach."""
+"""Find the parts of a command line whose Python processes do not get the fixes from ``te-graph-fixes run``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DROPS_VARIABLES = re.compile(
 def unreached(command: Sequence[str]) -> list[str]:
     """Return the parts of a command that drop the environment of ``run``, or [] if no such part is found.
 
-    Programs that the command starts only later are not known here.
+    Programs that the command starts later, for example in a script, are not searched.
     """
     path = shutil.which(command[0]) or command[0]
     found = [match[0] for match in _DROPS_VARIABLES.finditer(" ".join([*command, ";", _interpreter(path)]))]

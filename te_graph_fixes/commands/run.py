@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_off():
         for part in unreached(command):
             _note(f"`{part}` drops the environment variables that activate the fixes. {_WITHOUT_RUN}")
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and a program would too.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and the program would inherit that.
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
@@ -97,7 +97,7 @@ def variables() -> dict[str, str]:
     absolute, because a child may change its working directory. Strict mode is on unless the user has turned it off.
     """
     inherited = os.environ.get("PYTHONPATH")
-    entries = inherited.split(os.pathsep) if inherited else []  # an empty entry is the current folder
+    entries = inherited.split(os.pathsep) if inherited else []  # an entry "" would be the current folder
     entries = [ROOT if os.path.abspath(entry) == ROOT else entry for entry in entries if entry != LAUNCHER]
     filters = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item and item != FILTER]
     return {

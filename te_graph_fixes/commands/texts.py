@@ -110,7 +110,7 @@ def record(decision: Decision) -> dict[str, Any]:
 
 
 def explain(fix: Fix) -> Iterator[str]:
-    """Yield the lines of ``explain`` for one fix: a table, the account in the fix's file, and the patch."""
+    """Yield the lines of ``explain`` for one fix: a table, the explanation in the fix's docstring, and the patch."""
     rows = {
         "symptom": fix.symptom,
         "affects": fix.affects,

@@ -28,7 +28,7 @@ CATALOGUE = _catalogue()
 
 
 def assess(source: Source) -> dict[str, Assessment]:
-    """Return the assessment of every fix, by matching the fix against the source of a TransformerEngine."""
+    """Return the assessment of every fix, by its id, for the source of a TransformerEngine."""
     if not os.path.isdir(os.path.join(source.location, "pytorch")):
         without = Assessment(Verdict.NOT_APPLICABLE, "this TransformerEngine has no PyTorch modules")
         return dict.fromkeys(CATALOGUE, without)

@@ -17,9 +17,9 @@ the current autocast. This is wrong in six cases:
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
 the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
-itself restores only modules listed by ``modules()``, in the recipe of the capture. TE alone also tries to restore the
-state of operations that run without FP8 in the capture, and raises ``AssertionError``, because they have no state. The
-fix omits this.
+itself restores only modules listed by ``modules()``, in the recipe of the capture. Without the fix, TE also tries to
+restore the state of operations that run without FP8 in the capture, and raises ``AssertionError``, because they have no
+state.
 
 A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
 raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager

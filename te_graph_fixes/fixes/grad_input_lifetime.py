@@ -4,10 +4,10 @@ Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5966 (open; probably this
 
 With ``_reuse_graph_input_output_buffers``, `_make_graphed_callables` returns a chunk's static grad input to the graph
 memory pool after the capture of the next chunk's dgrad. By then Megatron-Core has waited for the send, unless every
-layer is passed as a chunk (``--overlap-moe-expert-parallel-comm``). Megatron then waits only after the backward of the
-next *model* chunk. Graphs captured in between overwrite the buffer while a late stage receives it. With the fix, the
-grad input of a model chunk's first layer is released at the entry of the schedule for which `grad_input_releases` lists
-it. Other gradients are released as in TE.
+layer is passed as a chunk (``--overlap-moe-expert-parallel-comm``). In this case, Megatron waits only after the
+backward of the next *model* chunk. Graphs captured in between overwrite the buffer while a late stage receives it. With
+the fix, the grad input of a model chunk's first layer is released at the entry of the schedule for which
+`grad_input_releases` lists it. Other gradients are released as in TE.
 """
 
 from ..fix import Fix

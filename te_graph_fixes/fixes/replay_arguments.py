@@ -21,8 +21,8 @@ only causes one warning. An output needs a gradient only if it needed a gradient
 
 Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
 although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores
-buffers, attributes, scales and random states. It raises if the forward computes other numbers from the smaller tensor,
-or uses the input in a way that autograd sees."""
+buffers, attributes, scales and random states. It raises an error if the forward computes other numbers from the
+smaller tensor, or uses the input in a way that autograd sees."""
 
 from ..fix import Fix
 from .shapes import REPLAY_STEPS

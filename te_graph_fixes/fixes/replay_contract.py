@@ -2,14 +2,14 @@
 
 Upstream: none yet, TE 2.10 to main
 
-With the fix, each replay checks its preconditions: no other graph has overwritten its data, its modules, parameters
-and ``main_grad`` are at the addresses of the capture, and the same parameters are trained. A replay raises
-`RuntimeError` if its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises
-an error depends only on the program.
+With the fix, each replay checks its preconditions: no other graph has overwritten its data, its modules, parameters and
+``main_grad`` are at the addresses of the capture, and the same parameters are trained. A replay raises `RuntimeError`
+if its result would differ from eager training (docs/maintainers/replay-contract.md). Whether it raises an error depends
+only on the program.
 
 Some programs become correct instead. A tensor that is the sample argument of several inputs is copied for each input.
-Copies of a module have no graph, because a graph reads the parameters of the original. If a checkpoint may recompute a
-graph before outputs and gradients are read, these are returned as copies (with ``leaf-grad-lifetime``).
+Copies of a module have no graph, because a graph reads the parameters of the original. Outputs and gradients are
+returned as copies if a checkpoint may recompute a graph before they are read (with ``leaf-grad-lifetime``).
 """
 
 from ..fix import Fix

@@ -3,8 +3,8 @@
 Upstream: none yet, TE 2.10 to main
 
 Each eager forward of a module records whether it runs in FP8 and in which recipe, and drops the state of any other
-recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states.
-Before each replay, it does the work of an eager forward on them. TE's hooks do not see modules run by
+recipe. A replay does neither, and uses the tensors of the capture. With the fix, the graph owns its recipe states, and
+each replay first does the work of an eager forward on these states. TE's hooks do not see modules run by
 ``sub.forward(x)``. The fix covers such modules if they run in the recipe of the capture.
 
 After a forward in another recipe, TE never updates the scales of a module's new state again. The fix does not change

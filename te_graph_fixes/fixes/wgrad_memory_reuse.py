@@ -4,7 +4,7 @@ Upstream: none yet, TE 2.10 to main
 
 Without ``_order``, the wgrad of each callable is captured right after its dgrad. The memory of its inputs then returns
 to the pool, and the dgrad of the previous callable reuses it. Autograd replays all dgrads before ``backward_dw`` can be
-called. With the fix, wgrads are captured after all dgrads. With several callables they have a pool of their own, so
+called. With the fix, wgrads are captured after all dgrads. The wgrads of several callables have a pool of their own, so
 that they may be replayed in any order.
 """
 

@@ -26,7 +26,7 @@ class Activator:
     """An import finder that imports te_graph_fixes just before TE, and then removes itself."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name == "site":  # Programs look for the user's warning filters in `sys.warnoptions`.
+        if name == "site":  # Programs expect only the user's filters in `sys.warnoptions`.
             sys.warnoptions[:] = [option for option in sys.warnoptions if option != FILTER]
         if name != PACKAGE or self not in sys.meta_path:  # type: ignore[comparison-overlap]
             return None

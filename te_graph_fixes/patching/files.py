@@ -1,4 +1,4 @@
-"""The code of changes that are in the files of TransformerEngine, and whether this process runs it."""
+"""Compare the code of changes in the files of TransformerEngine with the code that this process runs."""
 
 from __future__ import annotations
 

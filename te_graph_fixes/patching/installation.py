@@ -185,7 +185,7 @@ class Installation:
         self._changes = changes
         self._texts = patched(source, changes)
         self._patches = compile_patches(source, changes)
-        self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: none), new value
+        self._attributes: list[tuple[Any, str, Any, Any]] = []  # owner, name, old value (None: missing), new value
 
     @property
     def texts(self) -> list[str]:
@@ -229,7 +229,7 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module. If its package is still the same, reuse the earlier module with its state."""
+        """Add a support module. If its package is still the same, reuse the module of an earlier installation."""
         parent, _, child = name.rpartition(".")
         package = sys.modules[parent]
         known = _provided.get((package, child))

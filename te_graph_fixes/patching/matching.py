@@ -89,7 +89,7 @@ class Pattern:
                 yield from self._match_sequence(rest, nodes[1:], bound)
 
     def _match(self, wanted: Any, node: Any, bindings: Bindings) -> list[Bindings]:
-        """Return the bindings of each match of ``node``, with the earlier ``bindings``, or [] if none matches."""
+        """Return the bindings of each match of ``wanted`` with ``node``, added to the earlier ``bindings``, or []."""
         if isinstance(wanted, list) and isinstance(node, list):
             return [bound for bound, rest in self._match_sequence(wanted, node, bindings) if not rest]
         if is_any(wanted):
@@ -128,7 +128,7 @@ class Pattern:
 
 
 def as_python(text: str) -> str:
-    """Return valid Python: replace each ``...`` among the parameters of a ``def``."""
+    """Return ``text`` as valid Python: ``*ANY`` and ``**ANY`` replace ``...`` among the parameters of a ``def``."""
 
     def with_stars(head: re.Match[str]) -> str:
         return head.group().replace("...", "*ANY", 1).replace("...", "**ANY")

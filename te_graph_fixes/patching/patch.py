@@ -109,7 +109,7 @@ class Hunk:
     """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
 
     ``count`` is the required number of matches (None: at least one). ``result`` is the new side as a pattern (None: the
-    hunk has no ``+`` lines). If it matches, the source already contains the hunk.
+    hunk has no ``+`` lines). If ``result`` matches, the source already contains the hunk.
     """
 
     number: int

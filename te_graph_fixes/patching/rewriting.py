@@ -116,7 +116,7 @@ class Replacement(NamedTuple):
 
 
 def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
-    """Return the replacements that turn the ``old`` side into the ``new`` side. Raise `PatchError` if none can."""
+    """Return the replacements that turn the ``old`` side into the ``new`` side. Raise `PatchError` on failure."""
     replacements: list[Replacement] = []
     removed: list[Line] = []
     for mark, run in chain(groupby(lines, key=lambda line: line.mark), [(" ", iter(()))]):
@@ -241,12 +241,12 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _filled(definition: Definition, match: Match, text: str) -> str:
-    """Return ``text`` with the matched text of each ``ANY_NAME``."""
+    """Return ``text`` with each ``ANY_NAME`` replaced by the text that it matched."""
     return re.sub(r"\bANY_\w+", lambda name: definition.text(match.bound[name.group()]), text)
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
-    """Return the start and end of a statement's lines. Raise `UnrecognizedError` for other statements on them."""
+    """Return the start and end of a statement's lines. Raise `UnrecognizedError` if it shares them with others."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]
     before, after = module.line(number)[: statement.col_offset], module.text[module.span(statement)[END] : end]
@@ -261,7 +261,7 @@ def indented(module: ModuleSource, statement: Any, text: str) -> str:
 
 
 def _start_of_comments(module: ModuleSource, statement: Any) -> int:
-    """Return the start of the comments directly above a statement; without comments, the start of its first line."""
+    """Return the start of the comments directly above a statement, or of its first line if there are no comments."""
     number = first_line(statement)
     while module.line(number - 1).strip().startswith("#"):
         number -= 1

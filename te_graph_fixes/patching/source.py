@@ -37,7 +37,7 @@ class TENotFoundError(Exception):
 
 
 class UnrecognizedError(Exception):
-    """The error if a fix does not find its code exactly as expected, so that it must not change this source."""
+    """The error if a fix does not find its code exactly as expected. The fix must then not change this source."""
 
 
 def unrecognized(wanted: str, where: object, found: str = "none") -> UnrecognizedError:
@@ -172,7 +172,7 @@ class ModuleSource:
         return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
     def definition(self, place: str) -> Definition:
-        """Return a function or class. Raise `UnrecognizedError` unless there is exactly one.
+        """Return the function or class at ``place``. Raise `UnrecognizedError` unless there is exactly one.
 
         In ``function.Class.method``, ``Class`` may be anywhere inside ``function``.
         """

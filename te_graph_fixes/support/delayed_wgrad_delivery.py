@@ -1,6 +1,6 @@
 """Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay.
 
-A replayed graph runs no Python. So the capture records these gradients, and each replay copies them to the ``.grad`` of
+A replayed graph runs no Python, so the capture records these gradients, and each replay copies them to the ``.grad`` of
 their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.grad`` is replaced, and a bias's
 ``.grad`` is set only if it is None. The graph itself adds gradients to ``main_grad``.
 """
@@ -40,9 +40,9 @@ def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
 def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[DelayedGrad]:
     """Run the `backward_dw` of ``module`` in a warmup or capture. Return the gradients that it assigned, or [].
 
-    The dgrad returns the gradients of the parameters ``returned``. During `backward_dw` their ``.grad`` is not None, as
-    in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because replays run
-    them. In a warmup, raise RuntimeError if wgrads remain.
+    ``returned`` are the parameters whose gradients the dgrad returns. During `backward_dw`, their ``.grad`` is not
+    None, as in eager training. Afterwards every ``.grad`` is restored. The module's wgrad hooks do not run, because
+    replays run them. In a warmup, raise RuntimeError if wgrads remain.
     """
     parameters = [*module.parameters()]
     grads = [parameter.grad for parameter in parameters]

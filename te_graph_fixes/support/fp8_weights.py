@@ -65,7 +65,7 @@ class CachedWeights:
             replay.add("forward prepare", "refresh cached weights", self.refresh)
 
     def refresh(self, call: Any) -> None:
-        """Make the graph and its modules share their cached weights, as eager calls do."""
+        """Synchronize the cached weights of the graph and of its modules, which eager calls share."""
         if (reuses := call.reuses_weights) is None:
             return
         for owner, name, weight, tensors in self._held:

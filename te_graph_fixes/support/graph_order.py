@@ -78,7 +78,7 @@ class Plan:
         return layers_before * self.microbatches + entry.microbatch * self.layers[entry.chunk] + layer
 
     def backward(self, position: int, needs_wgrad: Mapping[int, bool]) -> Iterator[tuple[int, bool]]:
-        """Yield the backward graphs to capture at ``position``, each as its layer and whether the graph is a wgrad.
+        """Yield a pair for each backward graph to capture at ``position``: its layer, and whether it is a wgrad.
 
         ``needs_wgrad`` maps each `index` to whether its layer delays a wgrad. Raise RuntimeError if the entry is a
         wgrad, but its layer delays none. A delayed wgrad without an entry follows its dgrad.
@@ -290,7 +290,7 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
     """Return the position after ``dgrad`` and after the forwards that follow it and continue a model chunk.
 
-    The last forward before ``dgrad`` belongs to this model chunk.
+    This is the model chunk of the last forward before ``dgrad``.
     """
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)

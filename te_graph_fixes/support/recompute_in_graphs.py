@@ -24,7 +24,10 @@ class ScaleUpdates:
         self._stream = torch.cuda.current_stream()
 
     def leave_to_replays(self, kind: str) -> bool:
-        """Note an update of the capture, and return True. Return False for an update by another thread."""
+        """Return whether an update of scales belongs to the capture, and note the update if it does.
+
+        Other threads may update scales too.
+        """
         is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
         if is_of_capture:
             self.kinds.add(kind)
@@ -55,11 +58,12 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
 
 
 class _Steps:
-    """The steps of a backward with a recomputation. ``first_modules`` are the flags at its checkpoints.
+    """The steps of a backward with a recomputation.
+
+    ``first_modules`` are the values of the flag of the first FP8 module at the checkpoints of the graph.
 
     A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
-    microbatches, the end of this inner autocast updates no scales, and its start does not set the flag of the first FP8
-    module.
+    microbatches, the end of this inner autocast updates no scales, and its start does not set the flag.
     """
 
     def __init__(self, kinds: set[str], flag: Any, first_modules: list[bool]) -> None:

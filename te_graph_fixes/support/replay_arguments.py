@@ -34,9 +34,7 @@ def _columns(properties: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class SampleArguments:
-    """The sample arguments of one graph: the positional arguments, then the keyword arguments in the order of
-    ``keywords``.
-    """
+    """The sample arguments of one graph: positional arguments, then keyword arguments in the order of ``keywords``."""
 
     def __init__(
         self,
@@ -61,8 +59,8 @@ class SampleArguments:
     def check(self, call: Any) -> None:
         """Raise `TypeError` or `ValueError` if the arguments of a replay differ from the sample arguments.
 
-        A tensor of another dtype raises only if it is quantized and the recipe is delayed scaling. Otherwise, the
-        replay casts it. Outside of `torch.autocast`, a cast between other dtypes causes one warning for each
+        A tensor of another dtype causes an error only if it is quantized and the recipe is delayed scaling. Otherwise,
+        the replay casts it. Outside of `torch.autocast`, a cast between other dtypes causes one warning for each
         combination of dtypes.
         """
         if (given := [*map(_of, call.inputs)]) != self._samples:

@@ -1,4 +1,4 @@
-"""The outputs of a graph: which of them need a gradient, and which of them TE cannot capture."""
+"""Tell autograd which outputs of a graph need a gradient, and reject outputs that TE cannot capture."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
     """Raise ValueError for a training graph with quantized outputs, because TE would quantize their gradients too.
 
-    A quantized output without a gradient raises only if TE ``reuses_buffers``, because TE then loses the output's
-    scale.
+    A quantized output without a gradient causes an error only if TE ``reuses_buffers``, because TE then loses the
+    output's scale.
     """
     if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
         raise ValueError(

@@ -18,7 +18,7 @@ FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 
 LOOKUP = torch.nn.Module.__getattr__.__code__
 _ACCESSOR = _named_member_accessor.__file__
-"""The file of torch that exchanges parameters for the time of a call of `torch.func.functional_call`."""
+"""The file of torch that exchanges parameters during a call of `torch.func.functional_call`."""
 _SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

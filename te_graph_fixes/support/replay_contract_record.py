@@ -117,7 +117,7 @@ class CaptureRecord:
         self._returned: dict[int, list[torch.Tensor]] = {}
 
     def note_warmup(self, replay: Any, module: torch.nn.Module, outputs: Any) -> None:
-        """Note that a callable ran ``module`` and returned ``outputs``."""
+        """Note that a callable ran ``module`` in the warmup, and that ``module`` returned ``outputs``."""
         observed = replay.observed
         observed.ran.add(module)
         observed.note_recipe(module)

@@ -34,7 +34,10 @@ class Generators:
             replay.add("wgrad prepare", "lend generators", self.lend)
 
     def lend(self, *_: Any) -> Callable[[], None] | None:
-        """Copy the states of replaced generators to the captured ones. Return the reverse function, or None."""
+        """Copy the states of the tracker's new generators to the captured generators that they replace.
+
+        Return a function that copies the states back, or None if no generator was replaced.
+        """
         if not (replaced := self._replaced()):
             return None
         _copy_states(replaced)

@@ -21,4 +21,4 @@ def warn_once(text: str, key: str = "", category: type[Warning] = UserWarning) -
         frame = frame.f_back
     with contextlib.suppress(ValueError):  # the program has closed sys.stderr
         warnings.warn(text, category, stacklevel=level)
-    _warned.add(key or text)  # last, so that a warning that is turned into an error is raised each time
+    _warned.add(key or text)  # only now, so that a warning that is turned into an error is raised each time
