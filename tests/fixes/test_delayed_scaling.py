@@ -192,6 +192,47 @@ FIRST_MODULE_CASES = [
 ]
 
 
+IN_ONE_AUTOCAST = """
+class Layer(torch.nn.Module):
+    def __init__(self, recomputed):
+        super().__init__()
+        self.first, self.second, self.recomputed = linear(), linear(), recomputed
+
+    def forward(self, x):
+        if self.recomputed == "both":
+            return te.checkpoint(lambda x: self.second(self.first(x)), x)
+        x = te.checkpoint(self.first, x) if self.recomputed == "first" else self.first(x)
+        return te.checkpoint(self.second, x) if self.recomputed == "second" else self.second(x)
+
+def train_in_one_autocast(graph, recomputed, order, runs_before):
+    torch.manual_seed(1)
+    layer, before = Layer(recomputed), linear()
+    modules, runs = [layer.first, layer.second, *[before] * runs_before], [layer] * 2
+    if graph:
+        samples = [(random(),), (random(),)]
+        runs = te.make_graphed_callables((layer,), samples, enabled=True, recipe=DELAYED, _order=list(order))
+        layer.zero_grad()
+    torch.manual_seed(2)
+    for _ in range(3):
+        forwards, outputs = iter(runs), []
+        with autocast():
+            for entry in order:
+                if entry > 0:
+                    x = random()
+                    outputs.append(next(forwards)(before(x) if runs_before else x))
+                    yield outputs[-1]
+                else:
+                    outputs.pop(0).float().square().mean().backward()
+        for module in modules:
+            yield from (module.weight.grad, *scales(module)[::2])
+            module.zero_grad()
+
+for case in itertools.product(("first", "second", "both"), ((1, -1, 1, -1), (1, 1, -1, -1)), (False, True)):
+    if case != ("first", (1, 1, -1, -1), False):  # see docs/limits.md
+        compare(train_in_one_autocast, *case)
+"""
+
+
 def test_eager_training_is_that_of_te() -> None:
     assert run_program(SETUP + EAGER, TE_GRAPH_FIXES="on") == run_program(SETUP + EAGER, TE_GRAPH_FIXES="off")
 
@@ -202,6 +243,11 @@ def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
     Eager training with checkpoints is no reference, because its recomputation rounds gradients differently.
     """
     run_program(SETUP + REUSED)
+
+
+def test_a_recomputation_inside_the_autocast_of_the_program_updates_no_forward_scales() -> None:
+    """A whole step runs in one autocast. Only the end of this autocast may update the scales of forwards."""
+    run_program(SETUP + IN_ONE_AUTOCAST)
 
 
 @pytest.mark.parametrize("fixes", ["on", "backward-amax-reduction"])

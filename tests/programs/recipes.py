@@ -267,43 +267,6 @@ for case in ((False, True), (True, True), (True, False)):
     PROGRAMS[f"resumed, {case}"] = partial(resumed, *case), "equal"
 
 
-class Recomputed(torch.nn.Module):
-    def __init__(self, recomputed):
-        super().__init__()
-        self.first, self.second, self.recomputed = linear(), linear(), recomputed
-
-    def forward(self, x):
-        if self.recomputed == "both":
-            return te.checkpoint(lambda x: self.second(self.first(x)), x)
-        x = te.checkpoint(self.first, x) if self.recomputed == "first" else self.first(x)
-        return te.checkpoint(self.second, x) if self.recomputed == "second" else self.second(x)
-
-
-def in_one_autocast(recomputed, order, runs_before, capture):
-    """Run each step in one autocast. Only the end of this autocast may update the scales of forwards."""
-    layer, before = Recomputed(recomputed), linear()
-    runs = capture((layer,), [(random(),), (random(),)], _order=list(order), **INSIDE)
-    layer.zero_grad()
-    for _ in range(3):
-        forwards, outputs = iter(runs), []
-        with autocast():
-            for entry in order:
-                if entry > 0:
-                    x = random()
-                    outputs.append(next(forwards)(before(x) if runs_before else x))
-                    yield outputs[-1]
-                else:
-                    outputs.pop(0).float().square().mean().backward()
-        for module in (layer.first, layer.second, *[before] * runs_before):
-            yield from (module.weight.grad, *scales(module)[::2])
-            module.zero_grad()
-
-
-for case in itertools.product(("first", "second", "both"), ((1, -1, 1, -1), (1, 1, -1, -1)), (False, True)):
-    if case != ("first", (1, 1, -1, -1), False):  # see docs/limits.md
-        PROGRAMS[f"in_one_autocast, {case}"] = partial(in_one_autocast, *case), "equal"
-
-
 def failed_captures(keeps_errors, capture):
     """Train before and after failed captures of a module with its own autocast. The caller may keep the errors."""
 
