@@ -1,4 +1,4 @@
-"""Layers must share static buffers only if all properties of the buffers agree."""
+"""Test that layers share static buffers only if all properties of the buffers agree."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Take the flag of an autocast's first FP8 module at a replay, if the eager module would take it."""
+"""Clear ("take") TE's flag for the first FP8 module of an autocast at a replay, if the eager module would clear it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_
 
 
 class FirstModule:
-    """The flag of the first FP8 module at the replays of one graph. A replay takes it only if the capture did."""
+    """TE's flag for the first FP8 module, at the replays of one graph. They take it only if the capture took it."""
 
     def __init__(self, replay: Any) -> None:
-        """Add the step to the replays of the graph."""
+        """Add the step to the replays of the graph if the capture took the flag."""
         self._replay = replay
         if replay.fp8_state.has_first_module:
             replay.add("forward deliver", "take first module", self.take)
@@ -29,7 +29,8 @@ class FirstModule:
     def take(self, ctx: Any, outputs: Any) -> Any:
         """Take the flag if an input or a parameter needs a gradient, as an eager module does. Return ``outputs``.
 
-        Parameters without a gradient in the capture, such as a router's, are not in ``ctx.needs_input_grad``.
+        ``ctx.needs_input_grad`` lacks parameters without a gradient in the capture, such as a router's, so the
+        parameters of all modules in the autocast are searched too.
         """
         in_autocast = self._replay.fp8_state.in_autocast
         if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, in_autocast))):

@@ -27,7 +27,10 @@ _MISSING = object()
 
 
 class SavedState:
-    """The cached FP8 weights of modules, and their marks: attributes of a module or its class, properties, or slots."""
+    """A copy of the cached FP8 weights and the marks of modules, from which both can be restored.
+
+    A mark may be an attribute of a module or its class, a property, or a slot.
+    """
 
     def __init__(self, modules: Iterable[Any]) -> None:
         self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
@@ -73,11 +76,11 @@ class FirstMicrobatches:
         self._caches_weights = caches_weights
 
     def restore(self) -> None:
-        """Restore the marks that the warmup has cleared.
+        """Restore the marks that the warmup has cleared, and note which marks are plain attributes of a class.
 
         If the warmup passed only False to a module outside of all marked modules, also restore the weights that the
-        module had cached before the warmup. If it had cached none, its first replay quantizes the current weights, as
-        an eager forward would.
+        module had cached before the warmup. If there were none, the first replay of the module quantizes the current
+        weights, as an eager forward would.
         """
         self._saved.restore_marks()
         if not self._caches_weights:

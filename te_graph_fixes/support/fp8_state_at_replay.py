@@ -49,8 +49,8 @@ class UsedState:
     """The FP8 state of one graph.
 
     In an autocast, the backward of the first FP8 module updates the scales of all backwards. TE finds this module by a
-    flag, which the first module with a backward takes. Operations of `te.ops` take the flag without FP8 too. The end of
-    an autocast restores the flag of the surrounding autocast.
+    flag, which the first module with a backward clears (takes). Operations of `te.ops` take the flag without FP8 too.
+    The end of an autocast restores the flag of the surrounding autocast.
     """
 
     in_fp8: bool = False
@@ -117,9 +117,9 @@ class UsedState:
                 raise RuntimeError(_NO_COPY)
 
     def use_copies(self, _call: Any) -> Callable[[], None] | None:
-        """Copy the states for a recomputation. In a recomputation, use the copies.
+        """In a checkpoint, copy the states for its recomputation. In the recomputation, use the copies.
 
-        Return a function that restores the newer state after a recomputation, otherwise None.
+        Return a function that restores the newer states after the recomputation, or None outside of a recomputation.
         """
         manager = FP8GlobalStateManager
         if distributed.in_fp8_activation_recompute_phase():
@@ -227,7 +227,7 @@ class Capture:
             module.fp8 = in_fp8
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
-        """Save the values of delayed-scaling states in the warmup. Note these states and all owners in the capture."""
+        """In the warmup, save the values of delayed-scaling states. In the capture, note these and all ``owners``."""
         delayed = [fp8_meta for fp8_meta in fp8_metas if _delayed_states(fp8_meta)]
         if not torch.cuda.is_current_stream_capturing():
             for fp8_meta in delayed:
@@ -337,7 +337,7 @@ def current_capture() -> Capture | None:
 
 
 def _capture_of_forward() -> Capture | None:
-    """Return the capture of this thread, or None without one, or in a backward, which may recompute a forward."""
+    """Return the capture whose forward runs in this thread, or None. A recomputed forward does not count."""
     return current_capture() if is_graph_capturing() and _current_graph_task_id() == -1 else None
 
 
@@ -351,8 +351,8 @@ def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
 def use_fp8_state_of_operations(fuser: Any) -> None:
     """Note the FP8 states of operations during their forward.
 
-    TE registers the state of an operation when creating it, but not in a capture. Therefore, operations that have been
-    captured register their states in every eager forward, as modules do.
+    TE registers the state of an operation when it creates the state, but not in a capture. Therefore, operations that
+    have been captured register their states in every eager forward, as modules do.
     """
     metas = [
         op._fp8_metas[mode] for op in fuser._basic_ops for mode in ("forward", "backward") if op.num_quantizers(mode)

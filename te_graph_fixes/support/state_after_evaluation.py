@@ -42,7 +42,7 @@ class RecipeStates:
         """Set ``call.resumed`` to the modules whose eager forward would initialize their FP8 state again.
 
         Raise RuntimeError if they would get another kind of state than in the capture. Modules in autocasts of their
-        own, and attention without FP8, are resumed only in the recipe of the capture.
+        own, and attention without FP8, are included only in the recipe of the capture.
         """
         if not FP8GlobalStateManager.is_fp8_enabled():
             return
@@ -124,7 +124,7 @@ class _State:
         return not self.is_delayed or (state.scale is self._scale and state.amax_history is self._history)
 
     def last_replacement(self) -> int:
-        """Return the number of the last replacement of this state's values, or 0."""
+        """Return the number of the last replacement of this state's values, or 0 if they were never replaced."""
         return self._last_replacements.get(self._state, 0)
 
     def require_kind_in(self, recipe: Any) -> None:

@@ -48,7 +48,10 @@ def test_an_equal_recipe_object_initializes_no_module() -> None:
 
 
 def test_attention_in_another_recipe_is_refused_before_its_state_changes() -> None:
-    """In current scaling, a replay must raise an error, because attention's amax history is shorter than captured."""
+    """A replay in current scaling raises an error before any state changes.
+
+    The amax history of attention then has 1 entry instead of the 4 entries of the capture in delayed scaling.
+    """
     error, changed = run_program(ATTENTION, NVTE_MASKED_SOFTMAX_FUSION="0", **EMULATED).splitlines()[-2:]
     assert "captured with a DelayedScalingRecipeState of 4 entries" in error
     assert "replayed with a DelayedScalingRecipeState of 1 entries" in error

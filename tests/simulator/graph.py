@@ -308,7 +308,10 @@ def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether the program created this tensor with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``."""
+    """Return whether ``tensor`` is in host memory.
+
+    Such a tensor was created with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``, or computed from such tensors only.
+    """
     return "_simulator_on_host" in tensor.__dict__
 
 
