@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.distributed import activation_recompute_forward
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 Capture = Callable[..., Any]
@@ -43,6 +44,8 @@ def tensors(function: Program, graphed: bool) -> list[torch.Tensor | None]:
         return captured
 
     FP8GlobalStateManager.reset()
+    # TE's reset() keeps the flags of checkpoints without a backward, which checkpoints of this program would take.
+    activation_recompute_forward._is_first_fp8_module = []
     torch.manual_seed(1)
     return [tensor if tensor is None else tensor.detach().clone() for tensor in function(capture)]
 
