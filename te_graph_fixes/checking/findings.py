@@ -212,10 +212,10 @@ class Check:
         self._end_step()
         for reference in self.references:
             reference.own.clear()
-        # If the job continues, a thread waits for the other ranks.
-        waits = self._job[2] > 1 and threading.main_thread().is_alive()
-        report = threading.Thread(target=self._report).start if waits else self._report
-        report()
+        if self._job[2] > 1 and threading.main_thread().is_alive():
+            threading.Thread(target=self._report).start()  # The job continues, so a thread waits for the ranks.
+        else:
+            self._report()
         return self
 
     def _report(self) -> None:

@@ -18,8 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .difference import relative_error
-
 MARK = "grad_added_to_main_grad"
 """The attribute of a weight that is true once a backward has added its wgrad to ``main_grad``."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -140,13 +138,13 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """A recorder of the writes of torch operators to tensors that existed before, which `revert` undoes.
+    """A recorder of the writes of torch operators to tensors that existed before. Its end undoes them.
 
     Writes by TE's kernels and by compiled functions are not recorded.
     """
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
-        """Ignore writes to the tensors ``watched``, because `JobTensors` restores them."""
+        """Ignore writes to the tensors ``watched``, because the caller restores them."""
         super().__init__()
         self._ignored = _storages([*watched])  # The storages that the run allocates are added.
         self._before: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -174,16 +172,19 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
         if key not in self._before and not _storages(tensor) <= self._ignored:
             self._before[key] = tensor.detach(), tensor.detach().clone()
 
-    def revert(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore every written tensor. Return the results ``values`` of the run, with copies of written tensors.
+    def __exit__(self, *exception: Any) -> None:
+        """Restore every written tensor."""
+        super().__exit__(*exception)
+        for tensor, before in reversed(self._before.values()):
+            tensor.data.copy_(before)
+
+    def unshared(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the results ``values`` of the run, with copies of written tensors.
 
         A result can be a written tensor, because a compiled function allocates without an operator.
         """
         written = _storages([tensor for tensor, _ in self._before.values()])
-        results = {name: value.clone() if _storages(value) & written else value for name, value in values.items()}
-        for tensor, before in reversed(self._before.values()):
-            tensor.data.copy_(before)
-        return results
+        return {name: value.clone() if _storages(value) & written else value for name, value in values.items()}
 
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
@@ -194,17 +195,3 @@ def _plain_tensors(tree: Any) -> list[torch.Tensor]:
 def _storages(tree: Any) -> set[int]:
     """Return the addresses of the storages of all tensors in a tree, or an empty set if it has no tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(tree)}
-
-
-class JobTensors:
-    """Copies of the job's tensors that an eager run must not change."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = {name: (tensor.detach(), tensor.detach().clone()) for name, tensor in tensors.items()}
-
-    def restore(self) -> dict[str, torch.Tensor]:
-        """Restore all tensors without waiting for the GPU. Return their relative errors before that, by name."""
-        changes = {name: relative_error(*pair) for name, pair in self._tensors.items()}
-        for tensor, copy in self._tensors.values():
-            tensor.data.copy_(copy)  # `.data` does not change the version, which a backward of the job may check.
-        return changes

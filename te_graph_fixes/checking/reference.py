@@ -25,7 +25,8 @@ from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-from .isolation import MARK, IsolatedParameters, JobTensors, NotIsolatedError, State, Writes
+from .difference import relative_error
+from .isolation import MARK, IsolatedParameters, NotIsolatedError, State, Writes
 
 FIRST = "is_first_microbatch"
 RECOMPUTED = "global_fp8_buffer_pos_fwd_recompute"  # a key in the FP8 state of modules that a checkpoint runs again
@@ -108,21 +109,17 @@ class EagerReference:
     def compute(self, run: Microbatch, until: str) -> list[Values]:
         """Run a microbatch twice up to the end of its forward, backward or wgrad (``until``). Return both results."""
         tensors = self._tensors_of_job(with_gradients=until != "forward")
-        job = JobTensors(tensors)
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        results = []
         try:
-            return [self._reverted(run, until, Writes(tensors.values())) for _ in range(2)]
+            for _ in range(2):
+                with Writes(tensors.values()) as writes:  # reverts the writes to other tensors of the job
+                    results.append(writes.unshared(self._compute(run, until)))
         finally:
-            self.changes += job.restore().items()
-
-    def _reverted(self, run: Microbatch, until: str, writes: Writes) -> Values:
-        """Run a microbatch once, revert its writes to other tensors of the job, and return the new values."""
-        values: Values = {}
-        try:
-            with writes:
-                values = self._compute(run, until)
-        finally:
-            values = writes.revert(values)
-        return values
+            self.changes += [(name, relative_error(tensor, before[name])) for name, tensor in tensors.items()]
+            for name, tensor in tensors.items():
+                tensor.data.copy_(before[name])  # `.data` does not change the version, which a backward may check.
+        return results
 
     def _compute(self, run: Microbatch, until: str) -> Values:
         with self._restored(run) as isolated, torch.set_grad_enabled(until != "forward" or torch.is_grad_enabled()):
@@ -195,22 +192,18 @@ class EagerReference:
                 tensors[f"main_grad of {name}"] = getattr(parameter, "main_grad", None)
         for name, part in self.scaling().items():
             tensors |= {f"scale of {name}": part.scale, f"amax_history of {name}": part.amax_history}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def state(self) -> State:
-        """Return all random states, and the FP8 state of delayed scaling."""
-        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
-        return self._random_states() + [(tensor.copy_, tensor.clone()) for tensor in tensors]
-
-    def _random_states(self) -> State:
-        """Return the states of torch's generators, TE's trackers, Python and NumPy."""
+        """Return the states of torch's generators, TE's trackers, Python and NumPy, and that of delayed scaling."""
         trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
         generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
         states: State = [(generator.set_state, generator.get_state()) for generator in generators]
         states.append((random.setstate, random.getstate()))
         if numpy := sys.modules.get("numpy"):
             states.append((numpy.random.set_state, numpy.random.get_state()))
-        return states
+        tensors = [tensor for part in self.scaling().values() for tensor in (part.scale, part.amax_history)]
+        return states + [(tensor.copy_, tensor.clone()) for tensor in tensors]
 
     @contextmanager
     def _restored(self, run: Microbatch) -> Iterator[IsolatedParameters]:
