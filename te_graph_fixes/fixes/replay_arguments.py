@@ -29,8 +29,7 @@ from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_replay_arguments import SampleArguments
-+from ._te_replay_arguments_outputs import mark_outputs, refuse_quantized_outputs
++from ._te_replay_arguments import SampleArguments, mark_outputs, refuse_quantized_outputs
 +
  visited_te_modules = ANY_EMPTY
 @@ (2 times)
@@ -46,7 +45,7 @@ PATCH = """
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_replay_arguments_outputs import refuse_backward
++from ._te_replay_arguments import refuse_backward
 +
 +if not is_training or all(grad is None for grad in static_grad_outputs):
 +    replay.add("backward check", "require captured backward", refuse_backward)

@@ -26,7 +26,7 @@ PATCH = """
 +)
 @@
 +from ._te_replay_contract import Preconditions
-+from ._te_replay_contract_record import CaptureRecord
++from ._te_replay_contract_record import CaptureRecord, Record
 +
 +capture_record = CaptureRecord(callables, flatten_sample_args, replays)
  visited_te_modules = ANY_EMPTY
@@ -46,9 +46,11 @@ PATCH = """
      ...
 @@ graph.py _make_graphed_callables
 +for i in range(len(graph_callables)):
-+    capture_record.finish(
-+        i,
++    replays[i].record = Record(
++        capture_record,
++        replays[i],
 +        graph_callables,
++        i,
 +        _num_layers_per_chunk if _order is not None else [len(callables)],
 +        per_callable_static_outputs[i],
 +        per_callable_static_grad_inputs[i],

@@ -8,7 +8,6 @@ their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +73,25 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 
 
 def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
-    """Return a function that assigns the gradients of a captured wgrad graph after each replay.
+    """Return a function that assigns copies of the gradients of a captured wgrad graph after each replay.
 
     The function does not own the memory of the gradients, so later captures may reuse this memory. This is safe,
     because the function reads the gradients right after the replay. The other modules in the graph must not reuse this
     memory, because they would write to it earlier.
     """
-    return partial(assign_grads, [each._replace(grad=make_weak_ref(each.grad)) for each in grads])
+    delayed = [(parameter, make_weak_ref(grad), is_bias) for parameter, grad, is_bias in grads]
+
+    def assign() -> None:
+        for parameter, grad, is_bias in delayed:
+            if not parameter.requires_grad:
+                continue  # It was frozen after the capture.
+            if not is_bias or parameter.grad is None:
+                parameter.grad = None  # frees its memory before the copy is allocated
+                parameter.grad = grad.clone()
+            elif parameter.dim() > 1:  # the biases of all experts are one tensor, to which TransformerEngine adds
+                parameter.grad.add_(grad)
+
+    return assign
 
 
 def _stand_in(parameter: Parameter) -> Tensor:
@@ -98,18 +109,3 @@ def delayed_biases(modules: Sequence[Module]) -> set[int]:
         for name, bias in module.named_parameters(recurse=False)
         if "bias" in name
     }
-
-
-def assign_grads(grads: Iterable[DelayedGrad]) -> None:
-    """Assign copies of ``grads``, the gradients in graph memory, as an eager `backward_dw` assigns gradients.
-
-    Parameters frozen after the capture are skipped.
-    """
-    for parameter, grad, is_bias in grads:
-        if not parameter.requires_grad:
-            continue
-        if not is_bias or parameter.grad is None:
-            parameter.grad = None  # frees its memory before the copy is allocated
-            parameter.grad = grad.clone()
-        elif parameter.dim() > 1:  # the biases of all experts are one tensor, to which TransformerEngine adds
-            parameter.grad.add_(grad)

@@ -33,7 +33,7 @@ fact                                                    object                  
 FP8 states that the forward uses                        ``Replay.fp8_state`` (`UsedState`)    fp8_state_at_replay
 positions in the memory pool, members and addresses     ``Replay.record`` (`Record`)          replay_contract_record
 sample arguments                                        `SampleArguments`                     replay_arguments
-outputs without gradients                               `mark_outputs`                        replay_arguments_outputs
+outputs without gradients                               `mark_outputs`                        replay_arguments
 tensors of recipe states                                `RecipeStates`                        state_after_evaluation
 skip flags of modules                                   ``Replay.skip_flags`` (`GraphFlags`)  first_microbatches
 cached FP8 weights, and transposes                      `CachedWeights`, `PrimaryWeights`     fp8_weights
@@ -151,14 +151,13 @@ class Replay:
 
     ``name`` is the callable's name in errors. ``fp8_state`` is the FP8 state that its forward uses
     (`fp8-state-at-replay`). ``skip_flags`` determine whether its FP8 modules reuse cached weights
-    (`stale-fp8-weights`). ``record`` contains the facts that the checks of `replay-contract` need, and ``observed``
-    collects them during the capture. Facts that only one fix reads are in the object that adds the steps of this fix.
+    (`stale-fp8-weights`). ``record`` contains the facts that the checks of `replay-contract` need. Facts that only one
+    fix reads are in the object that adds the steps of this fix.
     """
 
     name = "This graphed callable"
     fp8_state: Any = None
     skip_flags: Any = None
-    observed: Any = None
     record: Any = None
 
     def __init__(self) -> None:

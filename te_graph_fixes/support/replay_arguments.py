@@ -1,4 +1,4 @@
-"""Compare the arguments of a replay with the sample arguments of its capture."""
+"""Compare the arguments of a replay with the sample arguments of its capture, and check the outputs of a capture."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from ._te_warn_once import warn_once
 _CALL = torch.nn.Module.__call__
 
 
-def _of(leaf: Any) -> tuple[Any, ...]:
-    """Return the properties of a tensor that a graph fixes: shape, ``requires_grad`` and dtype.
+def _properties(leaves: Sequence[Any]) -> tuple[list[Any], list[bool], list[Any]]:
+    """Return the properties of tensors that a graph fixes: all shapes, then each ``requires_grad``, then the dtypes.
 
     The class of a quantized tensor stands for its dtype. For an argument that is not a tensor, return None, False and
     None.
     """
-    if not isinstance(leaf, torch.Tensor):
-        return None, False, None
-    return leaf.shape, leaf.requires_grad, type(leaf) if isinstance(leaf, QuantizedTensor) else leaf.dtype
-
-
-def _columns(properties: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return the shapes, the values of ``requires_grad`` and the dtypes of all arguments, each as a tuple."""
-    return [*zip(*properties, strict=True)] or [(), (), ()]
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return (
+        [None if tensor is None else tensor.shape for tensor in tensors],
+        [tensor is not None and tensor.requires_grad for tensor in tensors],
+        [type(tensor) if isinstance(tensor, QuantizedTensor) else getattr(tensor, "dtype", None) for tensor in tensors],
+    )
 
 
 class SampleArguments:
@@ -51,7 +49,7 @@ class SampleArguments:
         positional, args_spec = tree_flatten(tuple(args))
         named, kwargs_spec = tree_flatten([kwargs[key] for key in keywords])
         leaves, self._specs = [*positional, *named], (args_spec, kwargs_spec)
-        self._samples = [*map(_of, leaves)]
+        self._properties = _properties(leaves)
         self._values = {i: SampleValue(leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         self._names = [f"positional argument {index}" for index in range(len(positional))]
         self._names += [f"keyword argument {key!r}" for key in keywords for _ in tree_flatten(kwargs[key])[0]]
@@ -63,8 +61,8 @@ class SampleArguments:
         the replay casts it. Outside of `torch.autocast`, a cast between other dtypes causes one warning for each
         combination of dtypes.
         """
-        if (given := [*map(_of, call.inputs)]) != self._samples:
-            self._compare(given, call)
+        if (given := _properties(call.inputs)) != self._properties:
+            self._compare(*given, call)
         for index, sample in self._values.items():
             if not sample.is_value_of(call.inputs[index]):
                 raise ValueError(
@@ -79,9 +77,8 @@ class SampleArguments:
                 if key not in self._keywords and self._reads(key):
                     self._require_plain(key, value)
 
-    def _compare(self, given: list[tuple[Any, ...]], call: Any) -> None:
-        shapes, grads, dtypes = _columns(given)
-        sample_shapes, sample_grads, sample_dtypes = _columns(self._samples)
+    def _compare(self, shapes: list[Any], grads: list[bool], dtypes: list[Any], call: Any) -> None:
+        sample_shapes, sample_grads, sample_dtypes = self._properties
         if shapes != sample_shapes and not self._broadcasts(shapes, grads, sample_shapes, call):
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
                 f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
@@ -89,12 +86,12 @@ class SampleArguments:
                 f"{[shape and tuple(shape) for shape in shapes]}. Pass arguments like the sample arguments, or "
                 "capture again."
             )
-        more = self._more_grads(call.inputs)
+        more = self._more_grads(grads)
         is_used = any(more) and torch.is_grad_enabled() and self._eager.uses(call.inputs, call.specs, more)
         if is_used and self._is_training:
             raise ValueError(
-                f"{self._graph} was captured for sample arguments with requires_grad {[*sample_grads]}, and got "
-                f"{[*grads]}. Capture again: a graph computes the gradient of an input only if its sample argument had "
+                f"{self._graph} was captured for sample arguments with requires_grad {sample_grads}, and got "
+                f"{grads}. Capture again: a graph computes the gradient of an input only if its sample argument had "
                 "requires_grad=True."
             )
         others = [(n, d, s) for n, d, s in zip(self._names, dtypes, sample_dtypes, strict=True) if d is not s]
@@ -108,7 +105,7 @@ class SampleArguments:
                 )
         if any(not isinstance(dtype, type) for _, dtype, _ in others) and not torch.is_autocast_enabled():
             warn_once(
-                f"{self._graph} was captured for inputs of {[*sample_dtypes]}, and got {[*dtypes]}. The graph casts "
+                f"{self._graph} was captured for inputs of {sample_dtypes}, and got {dtypes}. The graph casts "
                 "them, but eager training may not. Capture it with sample arguments of these dtypes, or cast the "
                 "inputs first."
             )
@@ -125,9 +122,9 @@ class SampleArguments:
                 return False  # autograd would sum the gradient of the graph in another order than the module
         return bool(self._eager.broadcasts(call.inputs, call.specs, sample_shapes))
 
-    def _more_grads(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
+    def _more_grads(self, grads: Sequence[bool]) -> tuple[bool, ...]:
         """Return, for each input, whether it needs a gradient although its sample argument needed none."""
-        return tuple(_of(leaf)[1] and not sample[1] for leaf, sample in zip(leaves, self._samples, strict=True))
+        return tuple(grad and not sample for grad, sample in zip(grads, self._properties[1], strict=True))
 
     def _compare_structures(self, specs: tuple[Any, Any]) -> None:
         given, sample = (
@@ -165,4 +162,46 @@ class SampleArguments:
 
     def need_more_grads(self, leaves: Sequence[Any]) -> bool:
         """Return whether the module uses an input that needs a gradient although its sample argument needed none."""
-        return bool(self._eager.answers and self._eager.answers.get(self._more_grads(leaves)))
+        return bool(self._eager.answers and self._eager.answers.get(self._more_grads(_properties(leaves)[1])))
+
+
+def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffers: bool) -> None:
+    """Raise ValueError for a training graph with quantized outputs, because TE would quantize their gradients too.
+
+    A quantized output without a gradient causes an error only if TE ``reuses_buffers``, because TE then loses the
+    output's scale.
+    """
+    if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
+        raise ValueError(
+            f"{type(function).__name__} returns a quantized tensor, as with fp8_output=True. A graph would also "
+            "quantize its gradient. Capture it together with the module that reads the tensor, or return a tensor in "
+            "high precision."
+        )
+
+
+def refuse_backward(_ctx: Any) -> None:
+    """Raise RuntimeError, because no backward was captured."""
+    raise RuntimeError(
+        "This graph has no backward, because it was captured under torch.no_grad(), or its outputs needed no gradient. "
+        "Capture it for training."
+    )
+
+
+def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outputs: Sequence[Any] | None) -> None:
+    """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
+
+    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
+    no backward was captured. A capture under `torch.no_grad` adds no step, because it shows no outputs with gradients.
+    """
+    needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
+    if grad_outputs is not None:
+        needs_grad = [grad is not None for grad in grad_outputs]
+    without = [index for index, needs in enumerate(needs_grad) if not needs]
+
+    def mark(ctx: Any, outputs: Sequence[Any]) -> Sequence[Any]:
+        if not arguments.need_more_grads(ctx.call.inputs):
+            ctx.mark_non_differentiable(*[outputs[index] for index in without if outputs[index] is not None])
+        return outputs
+
+    if without and torch.is_grad_enabled():
+        replay.add("forward deliver", "mark outputs without gradients", mark)

@@ -97,7 +97,7 @@ class Preconditions:
             self._require_recomputable(
                 {storage_of(part) for value in plain_tensors(call.inputs) for part in parts(value)}
             )
-        elif record.recipe and not FP8GlobalStateManager.is_fp8_enabled():
+        elif record.computes_fp8 and not FP8GlobalStateManager.is_fp8_enabled():
             warn_once(
                 f"{record.name}: this FP8 graph is replayed outside te.autocast. It still computes in FP8, unlike its "
                 "module, and its scales are not updated. Replay it in the autocast of the capture.",
@@ -157,7 +157,7 @@ class Preconditions:
     def _require_recomputable(self, inputs: set[int]) -> None:
         """Raise RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""
         record = self._record
-        if record.recipe and not FP8GlobalStateManager.is_fp8_enabled():
+        if record.computes_fp8 and not FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError(
                 f"{record.name}: a checkpoint recomputes this FP8 graph outside te.autocast. The graph would compute "
                 "in FP8, but its module would not. Use te.checkpoint, which enters the autocast again, or run the "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import eq, is_
 from types import CodeType, FrameType
 from typing import Any
@@ -35,9 +37,22 @@ class UsedMembers:
         self.lookups: dict[tuple[torch.nn.Module, str], int] = {}  # the id of the found parameter, or of None
         self.whole: set[torch.nn.Module] = set()
         self._ran: set[torch.nn.Module] = set()
+        self._is_recorded = False
         self._note_forward = note_forward
 
-    def note(self, frame: FrameType, event: str, _: Any) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note the members that a forward uses, unless another profiler or `__getattr__` is active."""
+        self._is_recorded = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
+        if self._is_recorded:
+            sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            if self._is_recorded:
+                sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
         """Note a call of a Python function that looks up a member, reads all members of a module, or runs a module."""
         code = frame.f_code
         if event != "call" or not code.co_argcount:
@@ -58,6 +73,8 @@ class UsedMembers:
         """Add to ``whole`` each of ``modules`` whose use the profiler did not see."""
         seen = self._ran.union(module for module, _ in self.lookups)
         for module in modules:
+            if not self._is_recorded:
+                self.whole.add(module)
             has_own_lookup = type(module).__getattr__ is not torch.nn.Module.__getattr__
             if has_own_lookup or _is_compiled(module) or (module in ran_in_warmup and module not in seen):
                 self.whole.update(module.modules())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from operator import gt
 from typing import Any
 
@@ -17,7 +15,7 @@ from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
-from ._te_replay_contract_members import LOOKUP, CallableTensors, UsedMembers, tensors_in
+from ._te_replay_contract_members import CallableTensors, UsedMembers, tensors_in
 from ._te_replay_contract_order import NEVER, MemoryPool
 
 _is_inference = torch.Tensor.is_inference
@@ -25,68 +23,26 @@ _is_inference = torch.Tensor.is_inference
 _pools: weakref.WeakValueDictionary[Any, MemoryPool] = globals().get("_pools", weakref.WeakValueDictionary())
 
 
-@dataclass(frozen=True, eq=False)
-class Record:
-    """The facts about one callable and microbatch, which do not change after the capture.
-
-    ``forward``, ``backward`` and ``wgrad`` are the positions of its graphs in the memory ``pool``, 0 for a graph that
-    was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
-    that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``recipe`` is the
-    recipe of the capture if the callable computes in FP8, else None.
-
-    ``written`` are the outputs that a forward overwrites. ``watched`` are these outputs and all tensors that a forward
-    reads besides its inputs. While their versions are unchanged, equal inputs lead to equal outputs. ``watched`` is
-    None if equal inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
-    """
-
-    pool: MemoryPool
-    name: str
-    microbatch: int
-    forward: int
-    backward: int
-    wgrad: int
-    end_of_forward: int
-    end_of_backward: int
-    advice: str
-    delays_wgrad: bool
-    inputs: range
-    tensors: CallableTensors
-    fused: Sequence[bool]
-    recipe: Any
-    watched: Sequence[torch.Tensor] | None
-    written: Sequence[torch.Tensor]
-    outputs: ReturnedTensors
-    grads: ReturnedTensors
-
-
-@dataclass
 class _Observed:
-    """The facts about one callable so far, from its warmup and captures. ``ran`` are the modules of the warmup."""
+    """The facts about one callable so far, from its warmup and captures."""
 
-    positions: dict[str, tuple[MemoryPool, int]] = field(default_factory=dict)  # by kind of graph
-    recipe: Any = None
-    ran: set[torch.nn.Module] = field(default_factory=set)
-    draws: bool = False
-    used: UsedMembers | None = None
+    def __init__(self) -> None:
+        self.positions: dict[str, tuple[MemoryPool, int]] = {}  # by kind of graph
+        self.computes_fp8 = False  # in the autocast of the capture
+        self.ran: set[torch.nn.Module] = set()  # the modules that the warmup ran
+        self.draws = False  # random numbers
+        self.used = UsedMembers(self.note_fp8)
 
-    def note_recipe(self, module: torch.nn.Module) -> None:
-        """Note the recipe of the capture's autocast if ``module`` computes in FP8 inside this autocast."""
+    def note_fp8(self, module: torch.nn.Module) -> None:
+        """Note whether ``module`` computes in FP8 inside the autocast of the capture."""
         manager = FP8GlobalStateManager
         # `fp8_graph_capturing` is also true in a module's own autocast.
         if manager.is_fp8_enabled() and manager.get_autocast_state()[-1]:
-            recipe = manager.get_fp8_recipe()
             of_operations = (getattr(inner, "_fp8_metas", None) for inner in module.modules())
             quantizes = hasattr(module, "fp8_meta") or any(of_operations)
-            if quantizes and (recipe.fp8_dpa or not hasattr(module, "unfused_attention")):
-                self.recipe = recipe
-
-    def used_members(self, modules: Sequence[torch.nn.Module]) -> UsedMembers:
-        """Return the members of ``modules`` that the captured forward used, or all members if nothing was recorded."""
-        used = self.used or UsedMembers(self.note_recipe)
-        if self.used is None:
-            used.whole.update(modules)
-        used.complete(modules, self.ran)
-        return used
+            self.computes_fp8 |= quantizes and (
+                manager.get_fp8_recipe().fp8_dpa or not hasattr(module, "unfused_attention")
+            )
 
     def repeats(self) -> bool:
         """Return whether a forward returns equal values whenever all that it reads has equal values.
@@ -94,7 +50,7 @@ class _Observed:
         Such a forward draws no random numbers, and does not compute in FP8, whose scales change. The result is False if
         no forward ran in the warmup, because nothing is known then.
         """
-        computes_fp8 = self.recipe is not None or any(map(_has_fp8_state, self.ran))
+        computes_fp8 = self.computes_fp8 or any(map(_has_fp8_state, self.ran))
         return bool(self.ran) and not self.draws and not computes_fp8
 
 
@@ -107,9 +63,7 @@ class CaptureRecord:
     """
 
     def __init__(self, functions: Sequence[torch.nn.Module], inputs: Sequence[Any], replays: Sequence[Any]) -> None:
-        self._replays = replays
-        for replay in replays:
-            replay.observed = _Observed()
+        self.observed = {replay: _Observed() for replay in replays}
         self._random_states = _random_states()
         held = tensors_in(list(functions))
         self._versions = {id(t): (weakref.ref(t), version(t)) for t in [*held, *tensors_in([*inputs])]}
@@ -118,9 +72,9 @@ class CaptureRecord:
 
     def note_warmup(self, replay: Any, module: torch.nn.Module, outputs: Any) -> None:
         """Note that a callable ran ``module`` in the warmup, and that ``module`` returned ``outputs``."""
-        observed = replay.observed
+        observed = self.observed[replay]
         observed.ran.add(module)
-        observed.note_recipe(module)
+        observed.note_fp8(module)
         states, self._random_states = self._random_states, _random_states()
         observed.draws |= not all(map(torch.equal, states, self._random_states))
         for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
@@ -136,88 +90,16 @@ class CaptureRecord:
         if kind != "forward" and not torch.cuda.is_current_stream_capturing():
             return
         pool = _pools.setdefault(handle, MemoryPool())
-        replay.observed.positions[kind] = pool, pool.new_position()
+        self.observed[replay].positions[kind] = pool, pool.new_position()
 
     @contextmanager
     def during_forward(self, replay: Any, handle: Any) -> Iterator[None]:
-        """Record the members that a captured forward uses, unless another profiler or `__getattr__` is active."""
+        """Note the position of a captured forward, and the members that it uses."""
         self.note_graph("forward", replay, handle)
-        observed = replay.observed
-        is_free = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
-        if is_free:
-            observed.used = UsedMembers(observed.note_recipe)
-            sys.setprofile(observed.used.note)
-        try:
+        with self.observed[replay].used.recording():
             yield
-        finally:
-            if is_free:
-                sys.setprofile(None)
 
-    def finish(
-        self,
-        number: int,
-        functions: Sequence[torch.nn.Module],
-        chunks: Sequence[int],
-        outputs: Iterable[Any],
-        grad_inputs: Sequence[Any] | None,
-        inputs: int,
-        static_inputs: Sequence[torch.Tensor],
-        retains_graph: bool,
-    ) -> None:
-        """Create the record of one callable and microbatch from the observed facts, and assign it to its replay.
-
-        ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
-        callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
-        of its graphs are user inputs, with the number ``inputs``, followed by parameters.
-        """
-        function, replay = functions[number], self._replays[number]
-        observed, replay.observed = replay.observed, None
-        modules, held = [*function.modules()], tensors_in(function)
-        pool, forward = observed.positions["forward"]
-        backward = observed.positions.get("backward", (None, 0))[1]
-        wgrad_pool, wgrad = observed.positions.get("wgrad", (None, 0))
-        wgrad = wgrad if wgrad_pool is pool else 0  # without an order, `wgrad-memory-reuse` uses a separate pool
-        pool.captures += number == 0
-        name, microbatch = _name(functions, number, chunks, len(functions) // sum(chunks))
-        if pool.captures > 1:
-            name += f" of capture {pool.captures} in its memory pool"
-
-        outputs, grads, parameters = plain_tensors(outputs), grad_inputs or (), static_inputs[inputs:]
-        returned = dict(zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True)) if backward else {}
-        delays_wgrad = wgrad_pool is not None
-        tensors = CallableTensors(modules, returned, observed.used_members(modules), delays_wgrad)
-        unwritten = [*filter(self._is_unwritten, held)]
-        unwritten_inputs = filter(self._is_unwritten, plain_tensors(static_inputs[:inputs]))
-        written = _written_outputs(outputs, unwritten, [*unwritten_inputs])
-        is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, written))
-        end_of_forward, advice = _end_of_forward(backward, retains_graph, outputs)
-        record = replay.record = Record(
-            pool=pool,
-            name=name,
-            microbatch=microbatch,
-            forward=forward,
-            backward=backward,
-            wgrad=wgrad,
-            end_of_forward=end_of_forward,
-            end_of_backward=wgrad or pool.count + 1,
-            advice=advice,
-            delays_wgrad=delays_wgrad,
-            inputs=range(inputs),
-            tensors=tensors,
-            fused=[parameter in tensors.fused for parameter in parameters] if tensors.fused else [],
-            recipe=observed.recipe,
-            watched=[*held, *written] if is_repeatable else None,
-            written=written,
-            outputs=ReturnedTensors(written),
-            grads=ReturnedTensors(grads[:inputs]),
-        )
-        kinds = {forward: "forward", backward: "backward", wgrad: "backward_dw"}
-        names = {position: f"the {kind} of {name}" for position, kind in kinds.items() if position}
-        pool.names.update(names)
-        pool.records[forward] = record
-        weakref.finalize(record, pool.release, [*names])
-
-    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor existed before the warmup, and no forward has written it since.
 
         Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
@@ -227,6 +109,75 @@ class CaptureRecord:
         returned = self._returned.get(storage_of(tensor))
         is_same = known is not None and known() is tensor and version_before == version(tensor)
         return is_same and (returned is None or (len(returned) == 2 and torch.equal(*returned)))
+
+
+class Record:
+    """The facts about one callable and microbatch, which do not change after the capture.
+
+    ``forward``, ``backward`` and ``wgrad`` are the positions of its graphs in the memory ``pool``, 0 for a graph that
+    was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
+    that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``computes_fp8`` is
+    True if the forward computes in FP8 in the autocast of the capture.
+
+    ``written`` are the outputs that a forward overwrites. ``watched`` are these outputs and all tensors that a forward
+    reads besides its inputs. While their versions are unchanged, equal inputs lead to equal outputs. ``watched`` is
+    None if equal inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
+    """
+
+    def __init__(
+        self,
+        capture: CaptureRecord,
+        replay: Any,
+        functions: Sequence[torch.nn.Module],
+        number: int,
+        chunks: Sequence[int],
+        outputs: Iterable[Any],
+        grad_inputs: Sequence[Any] | None,
+        inputs: int,
+        static_inputs: Sequence[torch.Tensor],
+        retains_graph: bool,
+    ) -> None:
+        """Create the record from the facts that were observed for ``replay`` in ``capture``.
+
+        ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
+        callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
+        of its graphs are user inputs, with the number ``inputs``, followed by parameters.
+        """
+        observed = capture.observed[replay]
+        self.pool, self.forward = pool, _ = observed.positions["forward"]
+        self.backward = observed.positions.get("backward", (None, 0))[1]
+        wgrad_pool, wgrad = observed.positions.get("wgrad", (None, 0))
+        self.wgrad = wgrad if wgrad_pool is pool else 0  # `wgrad-memory-reuse` may use a separate pool
+        self.delays_wgrad = wgrad_pool is not None
+        pool.captures += number == 0
+        self.name, self.microbatch = _name(functions, number, chunks, len(functions) // sum(chunks))
+        if pool.captures > 1:
+            self.name += f" of capture {pool.captures} in its memory pool"
+
+        outputs, grads, parameters = plain_tensors(outputs), grad_inputs or (), static_inputs[inputs:]
+        self.end_of_forward, self.advice = _end_of_forward(self.backward, retains_graph, outputs)
+        self.end_of_backward = self.wgrad or pool.count + 1
+        self.computes_fp8 = observed.computes_fp8
+        self.inputs = range(inputs)
+        modules, held = [*functions[number].modules()], tensors_in(functions[number])
+        observed.used.complete(modules, observed.ran)
+        returned = zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True) if self.backward else ()
+        self.tensors = CallableTensors(modules, dict(returned), observed.used, self.delays_wgrad)
+        fused = self.tensors.fused
+        self.fused = [parameter in fused for parameter in parameters] if fused else []
+
+        unwritten = [*filter(capture.is_unwritten, held)]
+        unwritten_inputs = [*filter(capture.is_unwritten, plain_tensors(static_inputs[:inputs]))]
+        self.written = _written_outputs(outputs, unwritten, unwritten_inputs)
+        is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, self.written))
+        self.watched = [*held, *self.written] if is_repeatable else None
+        self.outputs, self.grads = ReturnedTensors(self.written), ReturnedTensors(grads[:inputs])
+
+        kinds = {self.forward: "forward", self.backward: "backward", self.wgrad: "backward_dw"}
+        names = {position: f"the {kind} of {self.name}" for position, kind in kinds.items() if position}
+        pool.names.update(names)
+        pool.records[self.forward] = self
+        weakref.finalize(self, pool.release, [*names])
 
 
 class ReturnedTensors:
