@@ -280,9 +280,19 @@ def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "tensor_objects") or hasattr(node, "backward_objects"):
+        if _releases_tensors(node):
             return backward, " A module of TransformerEngine runs one backward for each forward: add the losses."
         new = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
         seen |= new
         nodes += new
     return NEVER, ""
+
+
+def _releases_tensors(node: Any) -> bool:
+    """Return whether a function of TE has released, in its backward, tensors that a second backward would read.
+
+    Up to TE 2.14, a `GroupedLinear` releases only its copies of the inputs of wgrads.
+    """
+    if getattr(node, "tensor_objects", None) and hasattr(node, "save_original_input"):
+        return bool(node.weights_requires_grad and not node.save_original_input)
+    return hasattr(node, "tensor_objects") or hasattr(node, "backward_objects")

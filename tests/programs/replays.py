@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch import quantized_tensor
 
 from tests.programs import PROGRAMS
 
@@ -68,6 +69,19 @@ def several_losses(capture, **options):
         for loss in all_losses:
             loss.backward(retain_graph=True)
             yield from grads(layers, start)
+
+
+def several_losses_of_experts(capture, is_trained, **options):
+    experts = te.GroupedLinear(2, H, H, device="cuda", **options).requires_grad_(is_trained)
+    module = Own(
+        lambda self, x: self.experts(self.layer(x), [8, 8]), layer=torch.nn.Linear(H, H).cuda(), experts=experts
+    )
+    (graph,) = capture((module,), ((x(),),), retain_graph_in_backward=True)
+    for _ in range(2):
+        start = x()
+        for loss in losses(graph(start)):
+            loss.backward(retain_graph=True)
+            yield from grads([module], start)
 
 
 def several_losses_in_an_order(capture):
@@ -327,7 +341,9 @@ INPLACE = {
     "statistics changed in the forward": changed_statistics,
 }
 """Programs whose eager runs fail too, because a tensor for the backward was changed in place."""
+ONE_BACKWARD = "runs one backward for each forward"
 RAISES = {
+    "several losses of trained experts": (partial(several_losses_of_experts, is_trained=True), ONE_BACKWARD),
     "several losses, not retained": (
         partial(several_losses, retain_graph_in_backward=False),
         "capture with retain_graph",
@@ -359,6 +375,16 @@ RAISES = {
 }
 """Programs that a graph cannot compute, each with a part of the error that it must raise."""
 
+PROGRAMS |= {
+    f"several losses of experts, {name}": (
+        partial(several_losses_of_experts, **options),
+        ONE_BACKWARD if hasattr(quantized_tensor, "restore_from_func_ctx") else "equal",  # TE 2.15
+    )
+    for name, options in {
+        "frozen": {"is_trained": False},
+        "original input": {"is_trained": True, "save_original_input": True},
+    }.items()
+}
 PROGRAMS |= {name: (function, "equal") for name, function in EQUAL.items()}
 PROGRAMS |= {name: (function, "inplace") for name, function in INPLACE.items()}
 PROGRAMS |= RAISES
