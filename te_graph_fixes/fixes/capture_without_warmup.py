@@ -6,9 +6,9 @@ Forward hooks in the warmup show TransformerEngine (TE) which of its modules a c
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
 a capture for training runs at least one warmup iteration. An iteration that the caller does not request changes no
 buffer, FP8 state or random state, and no tensor in an attribute or container of a module. A capture for evaluation runs
-as many iterations as its caller requests, but at least one if a module or operation with delayed scaling, or attention
-in FP8, has no scales yet. Otherwise the capture would create these scales in graph memory, and each replay would reset
-them.
+as many iterations as its caller requests, but at least one if its modules cache FP8 weights between microbatches, or if
+a module or operation with delayed scaling, or attention in FP8, has no scales yet. Otherwise the capture would create
+these weights or scales in graph memory, and each replay would quantize the weights again, or reset the scales.
 """
 
 from ..fix import Fix
@@ -24,8 +24,9 @@ PATCH = """
 +
 +is_delayed = isinstance(recipe, DelayedScaling)
 +attention_in_fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
-+if any(lacks_scales(m) for module in modules for m in module.modules()):
-+    # Scales that a capture creates would be reset by each replay.
++caches_weights = cache_quantized_params or any(hasattr(m, "is_first_microbatch") for f in modules for m in f.modules())
++if caches_weights or any(lacks_scales(m) for module in modules for m in module.modules()):
++    # Each replay would reset scales, or quantize cached weights again, that a capture creates.
 +    num_warmup_iters = num_warmup_iters or True
  saved_fp8_tensors = save_fp8_tensors(...)
 

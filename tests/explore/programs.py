@@ -392,6 +392,9 @@ FOUND = {
         other="delayed",
         events=("evaluate_in_other", "step", "evaluate_in_other", "step", "evaluate_in_other"),
     ),
+    "cached weights that a graph for inference quantized at each replay, because its capture had no warmup": Program(
+        recipe="current", weights="cached", warmup=0, inference="first", events=("step", "infer", "step", "infer")
+    ),
 }
 """Programs that revealed bugs of this package, by bug. All of these bugs are fixed."""
 

@@ -140,3 +140,38 @@ for case in ((False, True), (True, True), (True, False)):
 
 def test_a_warmup_that_was_not_requested_leaves_no_trace() -> None:
     run_program(TRAINING)
+
+
+CACHED = """
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+class Marked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        return self.linear(x, is_first_microbatch=self.is_first_microbatch)
+
+def evaluate(graph, firsts):
+    torch.manual_seed(1)
+    layer, options = Marked().eval(), {"enabled": True, "recipe": Float8CurrentScaling()}
+    run = layer
+    for number, layer.is_first_microbatch in enumerate((True, *firsts)):
+        with torch.no_grad(), te.autocast(**options):
+            yield run(random(16, 32)).clone()
+        with torch.no_grad():
+            layer.linear.weight.mul_(2)
+            if graph and number == 0:
+                layer.is_first_microbatch = False
+                run = te.make_graphed_callables(layer, (random(16, 32),), num_warmup_iters=0, **options)
+        torch.manual_seed(number)
+
+for firsts in ((False, False, True, False), (True, False, True, False)):
+    compare(evaluate, firsts)
+"""
+
+
+def test_a_replay_quantizes_cached_weights_only_in_first_microbatches() -> None:
+    """A capture without a warmup must not make each replay quantize the weights that the module has cached before."""
+    run_program(CACHED)
