@@ -184,7 +184,8 @@ def parse(order: Iterable[Any]) -> list[Entry]:
         if not forwards == dgrads == microbatches > 0 or wgrads not in (0, microbatches):
             raise ValueError(
                 f"_order has {forwards} forwards, {dgrads} dgrads and {wgrads} wgrads of chunk {chunk}. Each chunk "
-                f"needs {microbatches} forwards and dgrads, as many as chunk 1, and as many wgrads or none."
+                f"needs at least one forward, as many forwards and dgrads as chunk 1 has forwards ({microbatches}), "
+                "and as many wgrads or none."
             )
     entries = {}
     for (kind, chunk), of_microbatches in [*positions.items()]:

@@ -81,10 +81,10 @@ class SampleArguments:
         sample_shapes, sample_grads, sample_dtypes = self._properties
         if shapes != sample_shapes and not self._broadcasts(shapes, grads, sample_shapes, call):
             raise (ValueError if len(shapes) == len(sample_shapes) else TypeError)(
-                f"{self._graph} was captured for positional arguments, then keywords {self._keywords}, with tensors of "
-                f"shapes {[shape and tuple(shape) for shape in sample_shapes]}, and got shapes "
-                f"{[shape and tuple(shape) for shape in shapes]}. Pass arguments like the sample arguments, or "
-                "capture again."
+                f"{self._graph} was captured for tensors of shapes "
+                f"{[shape and tuple(shape) for shape in sample_shapes]}, and got shapes "
+                f"{[shape and tuple(shape) for shape in shapes]}. Positional arguments come first, then "
+                f"the keywords {self._keywords}. Pass arguments like the sample arguments, or capture again."
             )
         more = self._more_grads(grads)
         is_used = any(more) and torch.is_grad_enabled() and self._eager.uses(call.inputs, call.specs, more)

@@ -132,8 +132,9 @@ print(error_of(lambda: graphed(x[:8])))
 
 def test_an_error_about_arguments_names_the_layer_and_what_to_do() -> None:
     error = run_program(OTHER_SHAPE)
-    assert error.startswith("The graph of TransformerLayer, layer 3, was captured for positional arguments")
-    assert error.endswith("shapes [(8, 2, 64)]. Pass arguments like the sample arguments, or capture again.\n")
+    assert error.startswith("The graph of TransformerLayer, layer 3, was captured for tensors of shapes [(16, 2, 64)]")
+    assert ", and got shapes [(8, 2, 64)]. " in error
+    assert error.endswith(" Pass arguments like the sample arguments, or capture again.\n")
 
 
 ONCE_MORE = """
