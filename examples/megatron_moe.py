@@ -123,7 +123,8 @@ def build(recipe: str, graphs: bool, **changed: Any) -> tuple[Any, Any]:
     made = config(recipe, graphs, **changed)
     layers = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
     gpt = GPTModel(made, layers, VOCABULARY, TOKENS, position_embedding_type="rope").cuda().bfloat16()
-    # Use a side stream, like Megatron's training loop, because accumulation on the default stream cannot be captured.
+    # Use a side stream for DDP, like Megatron's training loop, because gradient accumulation on the default stream
+    # cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -53,7 +53,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
 
 def _gathered(number: int, group: Any) -> list[int]:
-    """Return the numbers of all ranks, each of eight bytes, in the order of the ranks."""
+    """Return the ``number`` of eight bytes that each rank of ``group`` passes, in the order of the ranks."""
     import torch
     from torch import distributed
 

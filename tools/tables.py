@@ -81,7 +81,7 @@ def _lines(files: list[str], sign: str) -> int:
 
 
 def address() -> str:
-    """Return a sentence with the address for bug reports."""
+    """Return a sentence with the address for bug reports, or with a substitute if there is no public address."""
     url = urls()["Issues"]
     nowhere = "whoever gave you the package: the project has no public address yet"
     return f"Reports go to {nowhere if '.invalid/' in url else url}."

@@ -28,6 +28,6 @@ PATCH = """
 FIX = Fix(
     symptom="outputs that are not contiguous (.t(), chunk) are wrong, or a capture raises 'Could not infer dtype'",
     group="gradients",
-    affects="_reuse_graph_input_output_buffers (Megatron sets it) with strided outputs or --moe-router-dtype fp64",
+    affects="_reuse_graph_input_output_buffers (in Megatron) with non-contiguous outputs or --moe-router-dtype fp64",
     patch=PATCH,
 )

@@ -406,7 +406,7 @@ def is_delayed(state: Any) -> bool:
 
 
 def _delayed_states(fp8_meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe states in delayed scaling by their key in ``fp8_meta``; {} in other recipes."""
+    """Return the delayed-scaling states in ``fp8_meta`` by their key, or {} if there are none."""
     return {key: state for key in STATES.values() if is_delayed(state := fp8_meta.get(key))}
 
 

@@ -11,7 +11,8 @@ no code can determine which of these tensors the operations will still read. Two
    has not run (an eager operation in the checkpoint may read them).
 2. The recomputation must not overwrite referenced tensors:
 
-   - gradients of the current run of replays, unless their backward was captured before the forward
+   - gradients of the current run of replays (a sequence of replays in the order of their captures), unless their
+     backward was captured before the forward
    - outputs of another microbatch, unless the forward was captured between their forward and their backward
 
    Outputs of the same microbatch are computed again, with the same values.
@@ -19,19 +20,20 @@ no code can determine which of these tensors the operations will still read. Two
 After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. The rules
 therefore concern only tensors that were returned earlier.
 
-A replay of a forward is of one of these kinds:
+The kind of a forward determines the pool's ``may_recompute`` after it, and whether its outputs are returned as copies.
+*Kept* means that the value only changes if the forward begins a new run of replays, which sets it to False:
 
-=====================================  =======================================  ============  ============
-forward                                detected by                              may be rerun  copy outputs
-=====================================  =======================================  ============  ============
-in a checkpoint                        its saved-tensor hooks, or grad mode     yes           no
+=====================================  =======================================  =============  ================
+forward                                detected by                              may_recompute  copies outputs
+=====================================  =======================================  =============  ================
+in a checkpoint                        its saved-tensor hooks, or grad mode     True           no
                                        turned off by an autograd function
-run again, without reentrant autograd  a backward, and hooks of a checkpoint    yes           no
-run again, with reentrant autograd     a backward, no hooks                     yes           yes
-inference, or a frozen part            grad mode off                            as before     no
-training                               all else, also with other hooks, such    as before     if a checkpoint
-                                       as those of activation offloading                      was seen
-=====================================  =======================================  ============  ============
+run again, without reentrant autograd  a backward, and hooks of a checkpoint    True           no
+run again, with reentrant autograd     a backward, no hooks                     True           yes
+inference, or a frozen part            grad mode off                            kept           no
+training                               all else, also with other hooks, such    kept           if may_recompute
+                                       as those of activation offloading
+=====================================  =======================================  =============  ================
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ class Preconditions:
         replay.add("wgrad deliver", "note replay", self.note_wgrad)
 
     def check_forward(self, call: Any) -> None:
-        """Raise RuntimeError if the replay would not compute the forward of the eager module."""
+        """Raise RuntimeError if the replay would not compute the forward of the eager module.
+
+        Outside of a backward, an FP8 graph that is replayed without an autocast only causes a warning.
+        """
         record = self._record
         takes_grads = call.takes_grads
         for slots in record.tensors.of_forward:

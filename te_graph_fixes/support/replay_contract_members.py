@@ -142,7 +142,7 @@ class CallableTensors:
             for name, value in module._parameters.items()
             if (value in inputs or used.include(module, name)) and (value is None or value.numel())
         ]
-        # A module or a parameter may take a name that the forward looked up without success.
+        # A module or a parameter may later be registered under a name that the forward looked up without success.
         others = [(module, name) for module, name in used.lookups if name not in module._parameters | module._buffers]
         children = [*others, *((module, name) for module in whole for name in module._modules)]
         names = [(registry, name, f"a parameter ({name})") for registry, name, _ in parameters]

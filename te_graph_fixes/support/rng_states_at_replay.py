@@ -27,7 +27,7 @@ class Generators:
         self._captured = dict(states if tracker is None else tracker.states_)
 
     def add_to(self, replay: Any) -> None:
-        """Add the steps to the replays of a callable, unless no tracker had generators."""
+        """Add `lend` to the steps of a callable's replays, if an RNG tracker had generators at the capture."""
         if self._captured:
             replay.add("forward prepare", "lend generators", self.lend)
             replay.add("backward prepare", "lend generators", self.lend)

@@ -44,7 +44,7 @@ class StandIn:
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 
     def insert(self, qualname: str, below: str, text: str) -> Change:
-        """Return a verdict that inserts ``text`` above the only statement ``below`` of a function."""
+        """Return a `Change` that inserts ``text`` before ``below``, which must occur once in the function."""
         (edit,) = self.edit(qualname, below, f"{text}\n").edits
         return change([edit._replace(end=edit.start)])
 

@@ -198,7 +198,7 @@ class Block(torch.nn.Module):
 
 
 def nested_modules(kind, enabled, recipe, capture):
-    """Capture a module, its submodule and a nested submodule in one call, each with its own ``enabled``."""
+    """Capture two modules and the block that contains both in one call, each with its own ``enabled``."""
     first, second = (te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
     inner = Block(second, kind=kind)
     modules = (first, inner, Block(first, inner))

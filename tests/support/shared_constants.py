@@ -43,7 +43,7 @@ def train(number_of_table: Any, by_keyword: bool, graphed: bool) -> list[torch.T
     places = [(layer, microbatch) for layer in range(CHUNKS) for microbatch in range(MICROBATCHES)]
     numbers = [number_of_table(*place) for place in places]
     own = {place: tables[number] for place, number in zip(places, numbers, strict=True)}
-    # A sample of only one graph is a copy, because it becomes a static input, and each replay writes to it.
+    # Clone a table that only one graph uses, because its sample becomes a static input, which each replay overwrites.
     samples = {
         place: own[place].clone() if numbers.count(number_of_table(*place)) == 1 else own[place] for place in places
     }

@@ -12,7 +12,7 @@ __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
 
 def layernorm_fwd(tensor, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Return the normalized rows, their means and their reciprocal standard deviations."""
+    """Return the normalized rows, and the means and reciprocal standard deviations of the input's rows."""
     return _forward(tensor, weight, bias, eps, out, quantizer, out_dtype, zero_centered_gamma)
 
 
