@@ -24,8 +24,9 @@ PATCH = """
 +
 +is_delayed = isinstance(recipe, DelayedScaling)
 +attention_in_fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
-+caches_weights = cache_quantized_params or any(hasattr(m, "is_first_microbatch") for f in modules for m in f.modules())
-+if caches_weights or any(lacks_scales(m) for module in modules for m in module.modules()):
++if cache_quantized_params or any(
++    hasattr(m, "is_first_microbatch") or lacks_scales(m) for module in modules for m in module.modules()
++):
 +    # Each replay would reset scales, or quantize cached weights again, that a capture creates.
 +    num_warmup_iters = num_warmup_iters or True
  saved_fp8_tensors = save_fp8_tensors(...)
