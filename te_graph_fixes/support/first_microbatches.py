@@ -89,7 +89,7 @@ class FirstMicrobatches:
 
     def during_warmup(self, state: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context that records the ``is_first_microbatch`` of each call in the warmup."""
-        return self._listening(state, self._note_warmup)
+        return self._listen(state, self._note_warmup)
 
     def _note_warmup(self, module: Any, is_first: bool) -> None:
         if not self._caches_weights and FP8GlobalStateManager.is_fp8_enabled():
@@ -106,7 +106,7 @@ class FirstMicrobatches:
             replay.add("forward prepare", "fill flags of modules", flags.fill)
         elif not self._caches_weights and _takes_marks(function):
             replay.add("forward check", "require first microbatch", _refuse_reuse)
-        with self._listening(state, partial(self._flag_of, flags, as_first)):
+        with self._listen(state, partial(self._flag_of, flags, as_first)):
             yield
         flags.note_kept_marks()
         if as_first.always or as_first.in_training:
@@ -123,13 +123,13 @@ class FirstMicrobatches:
         def flag_of(module: Any, is_first: bool) -> torch.Tensor | None:
             return self._flag_of(flags, as_first, module, is_first) if is_first else None
 
-        with self._listening(state, flag_of):
+        with self._listen(state, flag_of):
             yield
         if as_first.always or as_first.in_training:
             replay.add("backward check", "require first microbatch", as_first.check_backward)
 
     @contextlib.contextmanager
-    def _listening(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
+    def _listen(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
         """While active, send each call to ``listener``, and hide TE's shared flag if the capture caches no weights."""
         global _listening
         shared = state.skip_fp8_weight_update_tensor
