@@ -57,9 +57,7 @@ def at_ref(repository: Path, ref: str, folder: Path) -> Path:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.newest")
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
-    parser.add_argument(
-        "--ref", action="append", default=[], help="a branch, tag, commit or pull/NUMBER/merge of FOLDER"
-    )
+    parser.add_argument("--ref", action="append", default=[], help="a branch, tag, commit or pull/NUMBER/merge")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         if options.ref:

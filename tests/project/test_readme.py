@@ -107,24 +107,6 @@ def test_elsewhere_names_existing_commands_and_tests() -> None:
     assert [place for place in places if not (ROOT / place).is_file()] == []
 
 
-def test_readme_answers_the_first_questions() -> None:
-    for text in (
-        "graphs off",
-        "--cuda-graph-impl transformer_engine",
-        "--external-cuda-graph",
-        'model.cuda_graph_impl = "transformer_engine"',
-        "make_graphed_callables",
-        "$ te-graph-fixes status",
-        "$ TE_GRAPH_FIXES=off te-graph-fixes run --check ",
-        "$ te-graph-fixes run ",
-        "a check with the fixes **off** passes",
-        "all equal",
-        "bake --undo",
-        "$ pip install --no-deps .",
-    ):
-        assert text in README.replace("\n", " "), text
-
-
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
     """The commands must run outside the checkout, in a Python with only wrapt, packaging and TransformerEngine."""
     for arguments in (
