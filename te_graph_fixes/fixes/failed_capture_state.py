@@ -125,10 +125,10 @@ PATCH = """
 +            torch.cuda.set_rng_state(original_rng_states)
 +    for frame, _ in traceback.walk_tb(error.__traceback__):
 +        if frame.f_code.co_filename == _make_graphed_callables.__code__.co_filename:
-+            with contextlib.suppress(RuntimeError):  # this frame still runs
++            with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
 +                frame.clear()  # frees the graphs, even if the caller keeps the error
 +    with contextlib.suppress(Exception):
-+        torch.cuda.empty_cache()  # no later capture runs on the stream of this warmup
++        torch.cuda.empty_cache()  # later captures cannot reuse memory of this warmup's stream
 +    raise
 +finally:
 +    set_capture_end()

@@ -88,7 +88,7 @@ def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
             if not is_bias or parameter.grad is None:
                 parameter.grad = None  # frees its memory before the copy is allocated
                 parameter.grad = grad.clone()
-            elif parameter.dim() > 1:  # the biases of all experts are one tensor, to which TransformerEngine adds
+            elif parameter.dim() > 1:  # one tensor for the biases of all experts: TransformerEngine adds to its .grad
                 parameter.grad.add_(grad)
 
     return assign
@@ -100,7 +100,7 @@ def _stand_in(parameter: Parameter) -> Tensor:
 
 
 def delayed_biases(modules: Sequence[Module]) -> set[int]:
-    """Return the ids of the biases in ``modules`` whose own module delays its wgrads, or an empty set."""
+    """Return the ids of the biases owned directly by a module with delayed wgrads in ``modules``, or an empty set."""
     return {
         id(bias)
         for outer in modules

@@ -49,8 +49,8 @@ class UsedState:
     """The FP8 state of one graph.
 
     In an autocast, the backward of the first FP8 module updates the scales of all backwards. TE finds this module by a
-    flag, which the first module with a backward clears (takes). Operations of `te.ops` take the flag without FP8 too.
-    The end of an autocast restores the flag of the surrounding autocast.
+    flag, which the first FP8 module with a backward clears (takes). Operations of `te.ops` take the flag even if they
+    do not compute in FP8. The end of an autocast restores the flag of the surrounding autocast.
     """
 
     in_fp8: bool = False

@@ -119,7 +119,7 @@ class SampleArguments:
         takes_grads = self._is_training and torch.is_grad_enabled()
         for shape, needs_grad, sample in zip(shapes, grads, sample_shapes, strict=True):
             if shape != sample and (shape is None or sample is None or (takes_grads and needs_grad)):
-                return False  # autograd would sum the gradient of the graph in another order than the module
+                return False  # autograd would sum this input's gradient in another order than eager training
         return bool(self._eager.broadcasts(call.inputs, call.specs, sample_shapes))
 
     def _more_grads(self, grads: Sequence[bool]) -> tuple[bool, ...]:

@@ -22,7 +22,7 @@ ADDRESSES = count(1)
 
 @st.composite
 def orders(draw: st.DrawFn, wgrads: bool = True) -> list[float]:
-    """Generate legal orders of up to 4 chunks and 6 microbatches, in which any chunk may have wgrads."""
+    """Generate legal orders of up to 4 chunks and 6 microbatches. If ``wgrads``, any chunk may delay its wgrads."""
     chunks = draw(st.integers(1, 4))
     delayed = draw(st.sets(st.integers(1, chunks))) if wgrads else ()
     return random_order(draw(CHOICES), chunks, draw(st.integers(1, 6)), delayed)

@@ -123,7 +123,7 @@ def gpu(case: Case) -> str:
 
 
 def measured(*cases: str | Case, path: str | Path = "", **environment: str) -> dict[str, Any]:
-    """Return the line that `tests.verify.child` printed for each case, by the case's name.
+    """Run the cases on the simulator. Return the parsed line of `tests.verify.child` for each case, by the case's name.
 
     If a case ends the process, a new process runs the remaining cases.
     """
