@@ -52,7 +52,8 @@ def _is_own_command() -> bool:
     )
 
 
-if not _is_own_command():  # a command applies no fixes to itself, and reports invalid settings
+# A command applies no fixes to itself. It also reports invalid settings itself, which would raise an error here.
+if not _is_own_command():
     _options = environment_options()
     activate()
     if _options:

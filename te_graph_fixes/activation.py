@@ -340,7 +340,7 @@ def _captured_graphs() -> int:
 
 
 def _copies_of_graphs() -> tuple[str, ...]:
-    """Return the names of the imported modules that define `_COPIED`, except TE's own, or () if there are none."""
+    """Return the names of the imported copies of TE's graph.py (other modules that define `_COPIED`), or ()."""
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)

@@ -49,7 +49,7 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
             errors.append(f"{error} (line {hunk.number} of the patch)")
     if len(fits) > 1:
         place = alternatives[-1].place
-        raise UnrecognizedError(f"looked for one of {len(alternatives)} hunks in {place}, found {len(fits)}")
+        raise UnrecognizedError(f"looked for exactly one of {len(alternatives)} hunks in {place}, found {len(fits)}")
     if not fits:
         raise UnrecognizedError("; or ".join(errors))
     return fits[0]

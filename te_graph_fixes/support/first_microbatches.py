@@ -201,7 +201,7 @@ class GraphFlags:
     """The flags of one graph: one for each marked module, and a constant 0.0 for modules without a mark."""
 
     def __init__(self, marked: list[Any], has_flags: bool) -> None:
-        # Map each module to the innermost marked module that contains it, because `marked` lists outer modules first.
+        # `marked` lists outer modules first, so the owner of each module is the innermost marked module around it.
         self.owners = {module: owner for owner in marked for module in owner.modules()}
         self.by_owner: dict[Any, torch.Tensor] = {}
         if has_flags:

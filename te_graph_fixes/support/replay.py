@@ -127,7 +127,7 @@ class Call:
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint
     in_checkpoint = False  # True if the forward was run in a checkpoint
     copies_outputs = False  # True if the outputs are returned as copies
-    time = 0  # the time of the replay in its memory pool
+    time = 0  # the time of the replay, counted in replays of its memory pool
 
     def __init__(
         self,

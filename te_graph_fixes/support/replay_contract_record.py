@@ -114,14 +114,17 @@ class CaptureRecord:
 class Record:
     """The facts about one callable and microbatch, which do not change after the capture.
 
-    ``forward``, ``backward`` and ``wgrad`` are the positions of its graphs in the memory ``pool``, 0 for a graph that
-    was not captured. Graphs from the positions ``end_of_forward`` and ``end_of_backward`` on may have received memory
-    that the forward or the backward wrote. ``advice`` ends the error if a backward comes too late. ``computes_fp8`` is
-    True if the forward computes in FP8 in the autocast of the capture.
+    ``forward``, ``backward`` and ``wgrad`` are the positions of the callable's graphs in the memory ``pool``, or 0 if
+    the pool has no such graph. Memory that the forward wrote may have been given to graphs at the position
+    ``end_of_forward`` or later, and memory that the backward wrote to graphs at ``end_of_backward`` or later.
+    ``advice`` is the end of the error that is raised if another graph may have overwritten the memory of the forward
+    before the backward, or "". ``computes_fp8`` is True if the forward computes in FP8 in the autocast of the capture.
 
-    ``written`` are the outputs that a forward overwrites. ``watched`` are these outputs and all tensors that a forward
-    reads besides its inputs. While their versions are unchanged, equal inputs lead to equal outputs. ``watched`` is
-    None if equal inputs may lead to other outputs. ``outputs`` and ``grads`` are returned tensors in graph memory.
+    ``written`` are the outputs that each replay of the forward overwrites. ``watched`` are these outputs and all
+    tensors that the forward reads besides its inputs. While the versions of all watched tensors are unchanged, equal
+    inputs lead to equal outputs. ``watched`` is None if equal inputs may nevertheless lead to other outputs.
+    ``outputs`` and ``grads`` are the `ReturnedTensors` of the forward (the ``written`` outputs) and of the backward
+    (the gradients of inputs).
     """
 
     def __init__(

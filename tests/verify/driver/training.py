@@ -75,7 +75,7 @@ class Training(Captured):
         return main
 
     def before(self, x: torch.Tensor, microbatch: int, calls: list[list[Any]], graphed: bool) -> torch.Tensor:
-        """Run the extra layer if the program has one. Return the input of the first layer."""
+        """Run the extra computation before the layers (`program.first`). Return the input of the first layer."""
         marks = {}
         if program.weights == "cached":
             marks["is_first_microbatch"] = microbatch == 0
