@@ -294,8 +294,9 @@ def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.
 def _releases_tensors(node: Any) -> bool:
     """Return whether a function of TE has released, in its backward, tensors that a second backward would read.
 
-    Up to TE 2.14, a `GroupedLinear` releases only its copies of the inputs of wgrads.
+    Up to TE 2.14, attention releases none, and a `GroupedLinear` releases only its copies of the inputs of wgrads.
     """
-    if getattr(node, "tensor_objects", None) and hasattr(node, "save_original_input"):
-        return bool(node.weights_requires_grad and not node.save_original_input)
+    is_of_operations = hasattr(node, "backward_ops")
+    if getattr(node, "tensor_objects", None) and not is_of_operations:
+        return bool(getattr(node, "weights_requires_grad", False) and not node.save_original_input)
     return hasattr(node, "tensor_objects") or hasattr(node, "backward_objects")

@@ -71,17 +71,34 @@ def several_losses(capture, **options):
             yield from grads(layers, start)
 
 
-def several_losses_of_experts(capture, is_trained, **options):
-    experts = te.GroupedLinear(2, H, H, device="cuda", **options).requires_grad_(is_trained)
-    module = Own(
-        lambda self, x: self.experts(self.layer(x), [8, 8]), layer=torch.nn.Linear(H, H).cuda(), experts=experts
-    )
+def several_losses_of(capture, function, **modules):
+    module = torch.nn.Sequential(torch.nn.Linear(H, H).cuda(), Own(function, **modules))
     (graph,) = capture((module,), ((x(),),), retain_graph_in_backward=True)
     for _ in range(2):
         start = x()
         for loss in losses(graph(start)):
             loss.backward(retain_graph=True)
             yield from grads([module], start)
+
+
+def several_losses_of_experts(capture, is_trained, **options):
+    experts = te.GroupedLinear(2, H, H, device="cuda", **options).requires_grad_(is_trained)
+    return several_losses_of(capture, lambda self, x: self.experts(x, [8, 8]), experts=experts)
+
+
+class Square(torch.autograd.Function):
+    """A function that keeps its saved tensors after a backward, as TE's attention does up to TE 2.14."""
+
+    @staticmethod
+    def forward(ctx, values):
+        tensors, ctx.tensor_objects = quantized_tensor.prepare_for_saving(values)
+        ctx.save_for_backward(*tensors)
+        return values * values
+
+    @staticmethod
+    def backward(ctx, grad):
+        (values,) = quantized_tensor.restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+        return 2 * values * grad
 
 
 def several_losses_in_an_order(capture):
@@ -303,6 +320,7 @@ def own_methods(capture):
 EQUAL = {
     "several losses": several_losses,
     "several losses in an order": several_losses_in_an_order,
+    "several losses of kept tensors": partial(several_losses_of, function=lambda _, x: Square.apply(x)),
     "same positions": same_positions,
     "same learned positions": same_learned_positions,
     "returned bias": returned_bias,
