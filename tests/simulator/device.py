@@ -82,10 +82,7 @@ def _real(device: torch.device | None) -> torch.device | None:
 
 
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``function`` that accepts CUDA devices and ignores ``pin_memory``.
-
-    Pinned memory is ignored because it needs a GPU's driver.
-    """
+    """Return ``function`` wrapped to accept CUDA devices and to ignore ``pin_memory``, which needs a GPU's driver."""
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ _REFUSED = {aten.resize_, aten.resize_as_}
 
 
 on_launch: Callable[[Any], None] | None = None
-"""None, or a function that is called with each kernel that runs eagerly or at a replay. Tests count kernels with it."""
+"""None, or a test's function that is called with each kernel that `launch` runs eagerly and each replayed operation."""
 
 
 class GraphError(RuntimeError):
@@ -151,7 +151,7 @@ class Capture(TorchDispatchMode):
             for now, before in reversed(self._before):
                 now.copy_(before)
         self._before.clear()
-        for state, numbers in self._random_states:  # a capture draws no numbers
+        for state, numbers in self._random_states:  # on a GPU, a capture draws no numbers
             state.numbers = numbers
 
     def refuse(self, what: str) -> GraphError:
@@ -310,7 +310,7 @@ def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is in host memory.
 
-    Such a tensor was created with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``, or computed from such tensors only.
+    Such a tensor was created with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``, or computed only from host tensors.
     """
     return "_simulator_on_host" in tensor.__dict__
 
@@ -377,7 +377,7 @@ def _aliases(values: Any) -> Any:
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     """Yield the arguments that the operation writes, according to its schema.
 
-    The schemas of collectives and of BatchNorm do not declare all written arguments, so these are added.
+    Some schemas do not declare all written arguments, so yield BatchNorm's statistics and all tensors of collectives.
     """
     if func.namespace == "c10d":
         yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))

@@ -5,8 +5,8 @@ free block that is large enough is used, and neighboring free blocks are joined.
 segments. A block is free as soon as the last tensor that owns it is deleted. A reader that has only the address of the
 block (a weak reference of TE, or a captured graph) then reads the values of the next owner.
 
-Memory outside of pools is CPU memory, which stays allocated while a graph or a weak reference has its address. Once no
-tensor owns such memory, a GPU could reuse it, so `overwrite_freed` overwrites it.
+Memory outside of pools stays allocated while a graph or a weak reference has its address. On a GPU, such memory could
+have other content once no tensor owns it, so `overwrite_freed` overwrites it.
 
 `peak` returns the peak memory in pools and outside of them since `reset_peak`, like
 ``torch.cuda.max_memory_allocated``.
@@ -35,7 +35,7 @@ SMALL = 1 << 20
 """The largest size of a small block, in bytes. A large block is split only if the rest is larger than this size."""
 
 POISON = 0xFF
-"""The byte in memory that no graph has written yet: NaN in every floating-point type, -1 in integers."""
+"""The byte in memory that no graph has written yet: NaN in floating-point types, -1 in signed integers."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Pool:
             _SEGMENTS.add(segment)
             block = segment.blocks[0]
         segment.take(block, size)
-        # torch.from_numpy keeps a reference to this array while the storage exists.
+        # torch.from_numpy keeps this array alive as long as the storage. The finalizer then frees the block.
         array = segment.memory[block.offset : block.offset + nbytes]
         weakref.finalize(array, segment.release, block).atexit = False
         if _is_counting and _count is not None:

@@ -22,7 +22,7 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0), "blackwell-rtx": (12, 0)}
 
 GPU = os.environ.get("TE_SIMULATOR_GPU", "hopper")
 if GPU not in GPUS:
-    raise ValueError(f"TE_SIMULATOR_GPU={GPU} is unknown. The simulator has these GPUs: {', '.join(GPUS)}")
+    raise ValueError(f"TE_SIMULATOR_GPU={GPU} is unknown. Set it to one of these GPUs: {', '.join(GPUS)}")
 
 CAPABILITY = GPUS[GPU]
 
@@ -131,7 +131,7 @@ _DEFAULT_STREAM = _current.stream
 
 
 def install() -> None:
-    """Replace the functions of ``torch.cuda`` that are simulated. All others fail as on a machine without a GPU."""
+    """Replace the simulated functions of ``torch.cuda``. All other functions fail as on a machine without a GPU."""
     replace(torch.cuda, **_REPLACEMENTS)
     for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
         replace(module, **{name: _REPLACEMENTS[name] for name in vars(module).keys() & _REPLACEMENTS.keys()})

@@ -54,7 +54,7 @@ def test_graphs_that_use_freed_memory_get_what_others_write_there(fixes: str, wa
 
 
 def verify(gpu: str, *arguments: str) -> dict[str, Any]:
-    """Return the output of ``python -m tests.verify --json``. Fail unless its exit status is 0."""
+    """Return the parsed output of ``python -m tests.verify`` on ``gpu``. Fail unless each case passes or is skipped."""
     command = ("-m", "tests.verify", "--json", *arguments)
     done = python(*command, path=EVERYWHERE, timeout=3600, TE_SIMULATOR_GPU=gpu)
     assert done.returncode == 0, done.stderr

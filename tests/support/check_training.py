@@ -5,11 +5,12 @@
 A TRAINING is one of these:
 
 - the options of a `Program` as JSON, or the name of a case of `verify`
-- a name, or the beginning of names, that starts with ``held by``, ``written`` or ``left out``: these trainings below
-- ``others``: all trainings below with other names
+- a text that begins with ``held by``, ``written`` or ``left out``: all trainings below whose names begin with the text
+- ``others``: all trainings below whose names begin differently
 
-The trainings below exist because `Program` cannot describe them. Each line contains the mismatches, the number of
-compared tensors, whether the check ended by itself, and whether training without the check is bit-identical.
+``--without`` disables fixes, ``all`` disables every fix. The trainings below exist because `Program` cannot describe
+them. Each line contains the mismatches, the number of compared tensors, whether the check ended by itself, and whether
+training without the check is bit-identical.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Module(torch.nn.Module):
 
 
 def update(module: Any) -> list[Any]:
-    """Subtract a multiple of its gradient from each parameter, clear the gradients, and return them."""
+    """Update each parameter by its gradient, set its ``.grad`` to None, and return the list of gradients."""
     grads = [parameter.grad for parameter in module.parameters()]
     with torch.no_grad():
         for parameter, grad in zip(module.parameters(), grads, strict=True):
@@ -81,7 +82,7 @@ def update(module: Any) -> list[Any]:
 
 @other
 def arguments_and_outputs_of_every_kind() -> Iterator[Any]:
-    """Pass tensors by position and keyword, one of them empty. Use only one of the nested outputs."""
+    """Pass tensors by position and keyword, one of them empty. Run the backward of only one output."""
 
     def forward(module: Any, x: Any, empty: Any, *, scale: Any, shift: Any) -> Any:
         return {"b": module.a(x) * scale + shift, "a": (empty * 2, module.b(x), None)}

@@ -79,13 +79,13 @@ def _forks() -> subprocess.Popen[str]:
 def on_simulator(
     *arguments: str | Path, path: str | Path = "", imported: Sequence[str] = TE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program like `python -m tests.simulator`, and return the completed process.
+    """Run a program as ``python -m tests.simulator`` does, and return the completed process.
 
     The program runs in a fork of a process that has already imported torch. ``-c PROGRAM`` runs the text of a program.
     The modules ``imported`` are imported once for all programs in the same environment. If ``imported`` is empty, the
     program itself imports TE, and prints which fixes were applied.
     """
-    assert importlib.util.find_spec("torch"), "a module that needs torch and TE declares `pytestmark = pytest.mark.te`"
+    assert importlib.util.find_spec("torch"), "torch is missing. Mark tests that need it: `pytestmark = pytest.mark.te`"
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("stdout", "stderr")]
         request = {

@@ -32,7 +32,7 @@ IMPORTED = ("torch._dynamo", "torch.distributed.tensor.experimental", "triton", 
 LIMIT = 300
 """The time limit of a program in seconds."""
 KEPT = 6
-"""The largest number of forks with imported modules. The least recently used fork is ended."""
+"""The largest number of forks with imported modules. When it is exceeded, the least recently used fork is ended."""
 
 
 def enter(request: dict[str, Any], base: list[str]) -> None:
@@ -67,7 +67,7 @@ def execute(arguments: list[str]) -> int:
 
 
 def prepared(request: dict[str, Any], base: list[str]) -> tuple[int, TextIO, TextIO]:
-    """Start a fork that imports a request's modules and serves requests. Return its process id and two pipes."""
+    """Start a fork that imports a request's modules and serves requests. Return its id and pipes to and from it."""
     (theirs, ours), (answers, answered) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -94,7 +94,7 @@ def serve(requests: Iterable[str], answers: TextIO, base: list[str]) -> None:
             _, ask, answered = kept[key]
             print(line, end="", file=ask, flush=True)
             answer = answered.readline()
-            if not answer or len(kept) > KEPT:  # an import has failed
+            if not answer or len(kept) > KEPT:  # without an answer, an import has failed
                 pid, *_ = kept.pop(key if not answer else next(iter(kept)))
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

@@ -88,9 +88,9 @@ def captured_operations() -> int:
 
 
 def left_by_a_capture() -> tuple[int, bool]:
-    """Return the number of cached weights and the `is_first_microbatch` of a module after a capture without caches.
+    """Return the number of cached weights and the `is_first_microbatch` of a module that is captured without caching.
 
-    Before this capture, another module is captured with caches.
+    Before this capture, another module is captured with cached weights.
     """
     layers = [linear(64) for _ in range(2)]
     forward = layers[1].forward
@@ -107,7 +107,7 @@ def left_by_a_capture() -> tuple[int, bool]:
 
 
 def kept_in_recomputations() -> list[float]:
-    """Return the gradient norms of second microbatches that graphs recompute, after a capture with cached weights."""
+    """Return norms of dgrads of the second microbatch in graphs that recompute, after a capture with cached weights."""
 
     class Layer(te.Linear):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:

@@ -83,7 +83,7 @@ def needed(version: str) -> dict[str, Assessment]:
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    """Return a folder with copies of a TE's Python files, except those for JAX, and of its metadata."""
+    """Copy a TE's Python files, except for JAX's, and its metadata from ``root`` to ``folder``. Return ``folder``."""
     python = [path for path in (root / "transformer_engine").rglob("*.py") if "jax" not in path.parts]
     for path in (*root.glob("transformer_engine-*.dist-info/METADATA"), *python):
         place = folder / path.relative_to(root)

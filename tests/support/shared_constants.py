@@ -36,7 +36,7 @@ def tensor(requires_grad: bool = False) -> torch.Tensor:
 
 
 def train(number_of_table: Any, by_keyword: bool, graphed: bool) -> list[torch.Tensor]:
-    """Return the outputs and gradients of two steps."""
+    """Return the outputs and gradients of two steps. ``number_of_table`` is a value of `PROGRAMS`."""
     torch.manual_seed(1)
     layers, tables = [Layer() for _ in range(CHUNKS)], [tensor() for _ in range(MICROBATCHES + 1)]
     runs: Any = [layer for layer in layers for _ in range(MICROBATCHES)]

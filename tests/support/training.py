@@ -50,7 +50,7 @@ class WithSplits(torch.nn.Module):
 
 
 def compare(train: Callable[..., Iterable[torch.Tensor | None]], *arguments: Any, **options: Any) -> None:
-    """Fail unless ``train(True, ...)``, with graphs, yields tensors equal to ``train(False, ...)``, which is eager."""
+    """Fail unless ``train(True, ...)``, with graphs, and the eager ``train(False, ...)`` yield equal tensors."""
     eager, graphed = (
         [tensor if tensor is None else tensor.detach().clone() for tensor in train(graphs, *arguments, **options)]
         for graphs in (False, True)

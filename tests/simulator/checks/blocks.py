@@ -73,9 +73,9 @@ def nearest_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mx_by_definition(x: torch.Tensor, dtype: torch.dtype, height: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the MXFP8 codes and scales of ``x``, with blocks along rows.
+    """Return the MXFP8 codes and scales of ``x``, in blocks of ``height`` rows and 32 columns.
 
-    The values of a block are divided by the smallest power of two that avoids an overflow, which is their scale.
+    A scale is the smallest power of two that avoids an overflow. The values of its block are divided by the scale.
     """
     blocks = x.double().reshape(x.shape[0], -1, 32)
     scale = torch.zeros(blocks.shape[:2], dtype=torch.uint8)
@@ -91,9 +91,9 @@ def fp8_blocks(**options: Any) -> Float8BlockQuantizer:
 
 
 def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and inverse scales of ``x`` in block-scaled FP8, with blocks along rows.
+    """Return the codes and inverse scales of ``x`` in block-scaled FP8, in blocks of ``height`` rows and 128 columns.
 
-    The values of a block are multiplied by the largest power of two that avoids an overflow, which is their scale.
+    A scale is the largest power of two that avoids an overflow. The values of its block are multiplied by the scale.
     """
     high, wide = -(-x.shape[0] // height), -(-x.shape[1] // 128)
     data, scale_inv = torch.empty(x.shape, dtype=torch.uint8), torch.empty(high, wide)
@@ -106,7 +106,7 @@ def tiles_by_definition(x: torch.Tensor, height: int) -> tuple[torch.Tensor, tor
 
 
 def assert_as_reference(out: Any, quantizer: Any, x: torch.Tensor) -> None:
-    """Assert that data, scales and amaxes of ``out`` equal the results of TE's reference for ``x``."""
+    """Assert that data, scales and amaxes of ``out`` equal the results of ``quantizer``, TE's reference, for ``x``."""
     rows, columns = x.shape
     data, scale, data_t, scale_t, amax, amax_t = quantizer._quantize(x)
     assert torch.equal(out._amax_rowwise, amax)
@@ -401,7 +401,7 @@ def check_block_scaled_fp8_keeps_the_flag_and_multiplies() -> None:
     tex.quantize(gpu(128, 256, seed=2), square, weight, torch.ones(1))
     assert contents(weight) == before
     grad = tex.quantize(gpu(64, 128, seed=3), lines)
-    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # in Python code of TE
+    w, g, y = (tensor.dequantize(dtype=torch.float32).double() for tensor in (weight, grad, x))  # by TE's Python code
     close(gemm(weight, x, "TN")[0], y @ w.t(), 1e-6)
     close(gemm(weight, grad, "NN")[0], g @ w, 1e-6)
     close(gemm(x, grad, "NT")[0], gpu(64, 128, seed=3).double().t() @ gpu(64, 256, seed=1).double(), 5e-2)

@@ -78,7 +78,7 @@ class Part(NamedTuple):
         return scale[:lines, : -(-columns // MX_BLOCK) if self.kind == MX else columns * 2 // NV_BLOCK]
 
     def matrix(self, to=torch.float64):
-        """Return the values that data and scales encode, in the tensor's layout."""
+        """Return the values that data and scales encode, in the tensor's layout, as a matrix of dtype ``to``."""
         codes, scale = self.lines(), self.scales()
         if self.kind == NV:
             values = formats.decode_nvfp4(codes, scale, self.amax, to)
@@ -204,7 +204,7 @@ def cast(tensor, quantizer, output, noop):
         fused = _sm_100_to_110() and rows % 64 == 0 and columns % 128 == 0
         states = random_states(1 if fused else len(parts)) if quantizer.stochastic_rounding else None
         if quantizer.columnwise_usage and not fused:
-            torch.empty([columns, rows], dtype=tensor.dtype)  # memory for the transformed input, between two kernels
+            torch.empty([columns, rows], dtype=tensor.dtype)  # TE stores the transformed input for a second kernel
         launch(cast_nv, writes, tensor, parts, 1, quantizer.rht_matrix, states, noop)
 
 
@@ -383,7 +383,7 @@ def random_states(number):
     return states
 
 
-# The next functions infer the installed TE's C++ code from its Python code, which changed in the same version.
+# The next functions infer how the installed TE's C++ code works from Python code that changed in the same version.
 
 
 @functools.cache
@@ -396,7 +396,7 @@ def _swizzles_after():
 
 @functools.cache
 def _swizzles_2d():
-    """Return whether TE swizzles the scales of 2D blocks (2.18 and later)."""
+    """Return whether TE's kernel for 2D blocks of NVFP4 swizzles the scales while it quantizes (2.18 and later)."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     return hasattr(TransformerEngineBaseModule, "_enable_weight_preswizzle")
@@ -485,7 +485,7 @@ def cast_nv(tensor, parts, height, rht, states, noop):
         values = rows.t() if part.columnwise else rows
         if part.columnwise and rht is not None:
             values = (values.reshape(-1, NV_BLOCK) @ rht.float()).bfloat16().float().reshape(values.shape)
-        part.amax.copy_(formats.largest(values, 0, 1))  # TE's RHT kernel ignores the no-op flag
+        part.amax.copy_(formats.largest(values, 0, 1))  # with RHT, TE writes amaxes even if the no-op flag is set
         if skipped(noop):
             continue
         random = None

@@ -30,7 +30,7 @@ FP8BwdTensors = IntEnum("FP8BwdTensors", _OF_BACKWARDS, start=0)
 
 
 class Float8BlockScaleTensorFormat(IntEnum):
-    """The layouts of block-scaled data in memory (TE 2.10)."""
+    """The layouts of block-scaled data in memory (TE 2.10 and 2.11)."""
 
     GEMM_READY = 0
     COMPACT = 1

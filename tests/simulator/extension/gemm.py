@@ -89,7 +89,7 @@ class Operand(NamedTuple):
     scale_inv: torch.Tensor | None
 
     def matrix(self):
-        """Return the values as a matrix in float64, without the scale."""
+        """Return the values as a matrix in float64, not yet multiplied by ``scale_inv``."""
         if self.columns_first:  # the quantization has transposed the tensor
             stored = self.data.reshape(self.data.shape[0], -1).t()
         else:
@@ -104,15 +104,15 @@ class Factor(NamedTuple):
     transposed: bool
 
     def matrix(self):
-        """Return the values as a matrix in float64, without the scale."""
+        """Return the matrix of the operand, transposed if the GEMM transposes it, in float64."""
         values = self.operand.matrix()
         return values.t() if self.transposed else values
 
 
 def operand_of(tensor, columnwise):
-    """Return the `Operand` or `Part` that a GEMM reads.
+    """Return the `Operand` or `Part` of ``tensor`` that a GEMM reads, from column-wise data if ``columnwise``.
 
-    On Hopper, a GEMM reads a transposed FP8 tensor from column-wise data.
+    If GEMMs accept any layout of per-tensor FP8, as on capability 10.0, they always read its row-wise data.
     """
     if is_block_scaled(tensor):
         return operand(tensor, columnwise)

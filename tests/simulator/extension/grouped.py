@@ -102,7 +102,7 @@ def bgrad_group_quantize(tensor, quantizer, number, first_dims, tensor_offsets=N
 def te_general_grouped_gemm_for_discrete_in(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply each group of rows of ``B`` by a matrix of ``A``, into the same rows of ``D``. Return ``D``."""
+    """Multiply each group of rows of ``B`` by its matrix of ``A``, into the same rows of ``D``. Return ``D``."""
     if transb or bias_scale is not None:
         raise NotImplementedError(
             "the simulator does not support te_general_grouped_gemm_for_discrete_in with transb or bias_scale"
@@ -117,7 +117,7 @@ def te_general_grouped_gemm_for_discrete_in(
 def te_general_grouped_gemm_for_discrete_out(
     A, transa, B, transb, D, bias, bias_scale, alpha, beta, *workspaces_and_options
 ):
-    """Multiply each transposed group of ``B`` by the same group of ``A``, into a matrix of ``D``. Return ``D``."""
+    """Multiply each transposed group of ``B`` by its group of ``A``, into its matrix of ``D``. Return ``D``."""
     if transa or not transb or bias is not None or bias_scale is not None:
         raise NotImplementedError(
             "the simulator supports te_general_grouped_gemm_for_discrete_out only with the layout NT and no bias"

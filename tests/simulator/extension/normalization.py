@@ -17,7 +17,7 @@ def layernorm_fwd(tensor, weight, bias, eps, out, quantizer, out_dtype, sm_margi
 
 
 def rmsnorm_fwd(tensor, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Return the normalized rows, None (for the means), and the reciprocal roots of their mean squares."""
+    """Return the normalized rows, None (for the means), and the reciprocal root mean squares of the input's rows."""
     result, _, rsigma = _forward(tensor, weight, None, eps, out, quantizer, out_dtype, zero_centered_gamma)
     return result, None, rsigma
 

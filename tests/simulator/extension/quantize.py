@@ -197,7 +197,7 @@ def _empty(quantizer, shape, dtype):
 
 
 def _match_usage(output, quantizer):
-    """Allocate the representations that ``quantizer`` requests and ``output`` lacks, and remove all others."""
+    """Allocate the representations that ``quantizer`` requests and ``output`` lacks. Remove those not requested."""
     if is_block_scaled(quantizer):
         blocks.match_usage(output, quantizer)
         return
