@@ -1,7 +1,7 @@
 """Test calls of `make_graphed_callables` that pull requests of training frameworks describe, on the simulator.
 
-A program has two to four layers, and a graph for each of three microbatches in flight. A part of each layer is
-captured, and the rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
+A program has two or four layers, and runs three microbatches in each step. A part of each layer is captured, and the
+rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(shape: str, recipe: str) -> None:
     plain = {"dtype": torch.bfloat16, "device": "cuda"}
 
     class Layer(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-        """One layer of a framework, with one graph for each microbatch."""
+        """One layer of a framework. After a capture, `runs` contains its graph for each microbatch."""
 
         capturing, microbatch = False, 0
 
@@ -176,7 +176,7 @@ def main(shape: str, recipe: str) -> None:
             self.pages.reset()
 
     class Sharded(Layer):
-        """A layer that gathers its weight before each forward and backward, into a buffer that layers share."""
+        """A layer that gathers its weight before each forward and backward, into a buffer shared with other layers."""
 
         shared: list[torch.Tensor] = []  # noqa: RUF012
         fused = "fused" in shape
@@ -304,7 +304,7 @@ CASES = ["tail bf16", "tail delayed", "experts bf16", "stash bf16", "sharded bf1
 
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_equal_eager_runs(case: str) -> None:
-    """``case`` is a shape and a recipe."""
+    """Each case names a kind of layer and a recipe."""
     assert json.loads(simulate(__file__, *case.split())) == 0
 
 

@@ -1,4 +1,4 @@
-"""Test the conclusions and tables of `examples/megatron_*.py` with programs that only print Megatron's logs."""
+"""Test the conclusions and tables of `examples/megatron_*.py` with programs that only print logs like Megatron's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def example(runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: tuple[str, int]) -> None:
-    """Replace the run of each setting with a program that prints a text and exits with a status."""
+    """Replace the run of each setting with one of ``programs``, which prints a text and exits with a status."""
     settings = [*runs.SETTINGS, *runs.CHECKED]
     by_setting = dict(zip(settings, programs, strict=False))
 
@@ -61,7 +61,7 @@ def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: 
 def run(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Return a function that runs the example with `print_instead`, and returns its status and output."""
+    """Return a function that runs the example with `print_instead`, and returns the example's status and output."""
 
     def call(*programs: tuple[str, int], options: tuple[str, ...] = ()) -> tuple[int, str]:
         print_instead(monkeypatch, sys.modules["megatron_runs"], *programs)

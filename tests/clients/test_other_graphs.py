@@ -122,7 +122,7 @@ def main(ways: list[str]) -> None:
         def beside(self) -> None:
             """Run two microbatches of another projection.
 
-            If ``graphed``, it runs in a graph of TE's own, which caches weights and sets the skip flag.
+            In a graphed job, the projection runs in a graph of TE's own, which caches weights and sets the skip flag.
             """
             if self.besides is None:
                 self.besides = module = te.Linear(setting.hidden(), setting.hidden(), bias=False, **self.plain)

@@ -1,6 +1,6 @@
 """Test this package together with other tools that patch TransformerEngine (TE). docs/how.md lists these tools.
 
-Each test changes a stand-in for TE as one of the tools changes TE, before or after this package does.
+Each test changes a stand-in for TE as one of the tools changes TE, before or after this package fixes the stand-in.
 """
 
 from __future__ import annotations

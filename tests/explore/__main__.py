@@ -162,7 +162,7 @@ class Server:
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
     def __call__(self, program: Program) -> dict[str, Any]:
-        """Return the verdict of a program. On a GPU, a wrong or crashed program gets the verdict of a new process."""
+        """Run a program, and return its verdict. On a GPU, a wrong or crashed program runs again in a new process."""
         found = self._ask(program)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program)
@@ -378,7 +378,7 @@ def main() -> int:
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")
     parser.add_argument(
-        "--found", action="store_true", help="run the programs of earlier findings instead of random ones"
+        "--found", action="store_true", help="run the programs of earlier findings instead of random programs"
     )
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes

@@ -139,7 +139,7 @@ class Listed(Block):
 
 @module
 class Returning(Block):
-    """A block that also returns a bias (as with ``return_bias``), a buffer and its input, which eager code uses."""
+    """A block that also returns a bias (as with ``return_bias``), a buffer and its input. Eager code uses them all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def patched() -> Any:
 
 @module
 def patched_inside() -> Any:
-    """Return a block whose first projection has another ``forward``, which calls the original one."""
+    """Return a block whose first projection has a new ``forward``, which calls the original ``forward``."""
     block = Block()
     before = block.first.forward
     block.first.forward = lambda x, **options: torch.tanh(before(2 * x, **options))

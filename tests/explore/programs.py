@@ -1,4 +1,4 @@
-"""The fields of random programs and their rules, and functions that draw and shrink programs.
+"""The fields and rules of random programs, and functions that draw and shrink programs.
 
 This module does not import torch. To add a kind of module or an event, define it in `kinds` and add its name here.
 """
@@ -450,7 +450,7 @@ ONLY_IN_GROUPS = (
     *("warmup_hook", "flat_main_grads"),
 )
 ONLY_OF_CASES = ("clean_start", "fit", "hidden", "freezes_first", "one_pool", "one_sample", "inference_mode")
-"""Fields that only cases of `verify` and programs that break replay preconditions set."""
+"""Fields that `draw` leaves at their defaults, because only cases of `verify` and `draw_broken` set them."""
 
 
 def broken_rule(program: Program) -> str | None:
@@ -500,7 +500,7 @@ def if_valid(program: Program, changes: dict[str, Any]) -> Program:
 def change(r: random.Random, program: Program, name: str, value: str = "") -> dict[str, Any]:
     """Return the fields of a program that change if the event ``name`` is added or the field ``name`` is set.
 
-    The field is set to ``value`` or, without a ``value``, to a drawn one. For the name of a module, return {}.
+    The field is set to ``value`` or, without a ``value``, to a random value. For the name of a module, return {}.
     """
     if name in MODULES:
         return {}
@@ -605,7 +605,7 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Reduce a program that ``fails``, until none of its `smaller` programs ``fails``, and return it."""
+    """Reduce a program that ``fails`` until none of its `smaller` programs ``fails``. Return the reduced program."""
     tried: set[Program] = set()
     found = True
     while found:

@@ -1,4 +1,4 @@
-"""Find regressions: programs that TE alone runs correctly, but TE with the fixes does not, or only at a higher cost.
+"""Find programs whose eager training the fixes change, or whose correct graphs fail, differ or cost more with them.
 
 On the simulator, the costs are the numbers of kernels, copies and module forwards, and the memory of graphs. On a GPU,
 only values are compared.
@@ -32,8 +32,8 @@ COPIES = {aten.copy_, aten.clone, aten._to_copy}
 class Costs(TorchDispatchMode):
     """A mode that counts ``launches``, ``copies`` (which are also launches), and ``forwards`` of modules.
 
-    A launch is an operation that writes values. It is counted when it runs eagerly or in a replay. The operations that
-    run during a capture, in its warmup, are counted separately from the operations of the training.
+    A launch is an operation that writes values. It is counted when it runs eagerly or in a replay. Operations in
+    `make_graphed_callables`, for example in the warmup, are counted separately from operations of the training.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def script(program: Program, title: str = "") -> str:
 
 
 def run(program: Program) -> None:
-    """Print the differences between graphed and eager training. Exit with 1 if there are any, else with 0."""
+    """Train eagerly and with graphs, and print the differences. Exit with 1 if there are any, else with 0."""
     import te_graph_fixes  # noqa: F401  # TE_GRAPH_FIXES=off turns the fixes off
     from tests.verify.driver import setting
     from tests.verify.driver.comparison import differences

@@ -46,7 +46,7 @@ def test_what_breaks_a_capture_is_right_or_refused() -> None:
 
 @functools.cache
 def verdicts_of_found() -> dict[str, object]:
-    """Return the verdict of each program in `FOUND`, by the bug that the program revealed."""
+    """Run the programs in `FOUND`. Return the verdict of each, by the bug that the program revealed."""
     with tempfile.TemporaryDirectory() as folder:
         explore("--found", "--no-shrink", "--results", f"{folder}/found")
         lines = [json.loads(line) for line in Path(folder, "found").read_text().splitlines()[1:]]

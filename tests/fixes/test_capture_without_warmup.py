@@ -94,7 +94,7 @@ class Layer(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(32, **BF16)
         self.linear = linear()
         self.register_buffer("count", torch.zeros(1, device="cuda"))
-        self.register_buffer("mean", torch.zeros(32, device="cuda"))  # as in BatchNorm
+        self.register_buffer("mean", torch.zeros(32, device="cuda"))  # a running mean, as in BatchNorm
         self.register_buffer("last", None)
 
     def forward(self, x):
@@ -173,5 +173,5 @@ for firsts in ((False, False, True, False), (True, False, True, False)):
 
 
 def test_a_replay_quantizes_cached_weights_only_in_first_microbatches() -> None:
-    """A capture without a warmup must not make each replay quantize the weights that the module has cached before."""
+    """After a capture without a warmup, replays must reuse the weights that the module cached before the capture."""
     run_program(CACHED)

@@ -1,7 +1,7 @@
 """Test three bugs on the simulator. Without the fixes, the same steps must be wrong as on an H200.
 
-The cases of ``python -m tests.verify`` run three steps of three microbatches through one graph. Wgrads are fused into
-``main_grad``, and an optimizer step follows each step.
+The tests use cases of ``python -m tests.verify``. These run three steps of three microbatches through one graph. Wgrads
+are fused into ``main_grad``, and the weights are updated after each step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LOST = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads":
 STALE = {"outputs": [False, True, True], "dgrads": [False, True, True], "wgrads": [False] * 3}
 """Whether each step is wrong if the weights are never quantized again, as on an H200 with TE 2.15."""
 LOST_FP8 = {kind: [True] * 3 for kind in LOST}
-"""Whether each step is wrong if, in addition to `LOST`, the FP8 scales come from an earlier step."""
+"""Whether each step is wrong if wgrads are lost as in `LOST` and, in addition, FP8 scales come from an earlier step."""
 
 
 def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
-    """Return whether each step is wrong on an H200 without the fixes, by case and kind. Correct cases are omitted."""
+    """Return whether each step is wrong on an H200 without fixes, by case and kind of tensor. Omit correct cases."""
     if WARMUP in te.needed:
         wrong = ("experts-fp8-current", "experts-bf16", "linear-bf16")
         return {"experts-fp8-delayed": LOST_FP8, **dict.fromkeys(wrong, LOST)}
@@ -41,7 +41,7 @@ def wrong_without(te: TE) -> dict[str, dict[str, list[bool]]]:
 
 
 def wrong_in(found: dict[str, Any]) -> dict[str, list[bool]]:
-    """Return, by kind of tensor, whether each step of a measured case is wrong; {} if all are equal."""
+    """Return, by kind of tensor, whether each step of a measured case is wrong; {} if its error is 0."""
     return {kind: [error > 0.02 for error in found["measures"]["errors"][kind]] for kind in LOST if found["error"]}
 
 
@@ -62,7 +62,7 @@ def test_without_the_fixes_the_steps_are_wrong_that_are_on_an_h200(tried_te: TE)
     assert {name: steps for name, steps in found.items() if steps} == wanted
     for name in wanted:
         norms = without[name]["measures"]["wgrad_norm"]
-        if WARMUP in tried_te.needed:  # only the last microbatch reaches main_grad, and it is the largest
+        if WARMUP in tried_te.needed:  # only the last microbatch reaches main_grad, and its wgrad is the largest
             assert all(0.55 < norm < 0.7 for norm in norms)
         else:
             assert norms == [1.0] * 3

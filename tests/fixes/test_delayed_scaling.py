@@ -96,7 +96,7 @@ class Layer(torch.nn.Module):
                 self.eager[0](torch.ones(32, 32, dtype=torch.bfloat16, device="cuda"))
             self.steps.append(self.eager[0].fp8_meta["scaling_fwd"].scale.clone())
 
-        if not torch.cuda.is_current_stream_capturing():  # the simulator runs all threads in the capture
+        if not torch.cuda.is_current_stream_capturing():  # on the simulator, a capture includes all threads
             thread = threading.Thread(target=run)
             thread.start()
             thread.join()
@@ -228,7 +228,7 @@ def train_in_one_autocast(graph, recomputed, order, runs_before):
             module.zero_grad()
 
 for case in itertools.product(("first", "second", "both"), ((1, -1, 1, -1), (1, 1, -1, -1)), (False, True)):
-    if case != ("first", (1, 1, -1, -1), False):  # see docs/limits.md
+    if case != ("first", (1, 1, -1, -1), False):  # this case differs (docs/limits.md)
         compare(train_in_one_autocast, *case)
 """
 
@@ -238,7 +238,7 @@ def test_eager_training_is_that_of_te() -> None:
 
 
 def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
-    """After each step, the scales must equal those of eager training without checkpoints.
+    """After each step, the scales must equal the scales of eager training without checkpoints.
 
     Eager training with checkpoints is no reference, because its recomputation rounds gradients differently.
     """
@@ -246,13 +246,13 @@ def test_a_recomputed_module_that_runs_twice_keeps_its_newer_scales() -> None:
 
 
 def test_a_recomputation_inside_the_autocast_of_the_program_updates_no_forward_scales() -> None:
-    """A whole step runs in one autocast. Only the end of this autocast may update the scales of forwards."""
+    """A whole step runs in one autocast. Only the end of this autocast may update the forward scales."""
     run_program(SETUP + IN_ONE_AUTOCAST)
 
 
 @pytest.mark.parametrize("fixes", ["on", "backward-amax-reduction"])
 def test_graphs_take_the_flag_of_the_first_module_as_their_forward_does(fixes: str) -> None:
-    # Only `replay-arguments` returns detached outputs that need no gradient.
+    # Without `replay-arguments`, detached outputs of a graph need a gradient.
     cases = FIRST_MODULE_CASES + [("detached", True, False)] * (fixes == "on")
     run_program(f"{SETUP}CASES = {cases}{FIRST_MODULE}", TE_GRAPH_FIXES=fixes)
 

@@ -64,7 +64,7 @@ print(json.dumps(left))
 
 
 def nodes(setting: str) -> list[bool]:
-    """Return, for each captured forward, whether it finds an autograd node that the warmup has left."""
+    """Capture two microbatches. Return whether each captured forward finds an autograd node left by the warmup."""
     return json.loads(run_program(f"ORDER = {ORDER}{NODES}", TE_GRAPH_FIXES=setting).splitlines()[-1])
 
 
@@ -121,7 +121,7 @@ print(json.dumps({" ".join(map(str, each)): train(*each, os.environ["GRAPHED"] =
 
 
 def trainings(setting: str, graphed: str) -> dict[str, list[str | None]]:
-    """Return, for each program, digests of the gradients after each microbatch, with None for a missing gradient."""
+    """Run the programs. Return digests of all gradients of each program, with None for a missing gradient."""
     output = run_program(TRAININGS, TE_GRAPH_FIXES=setting, GRAPHED=graphed)
     found: dict[str, list[str | None]] = json.loads(output.splitlines()[-1])
     return found
@@ -163,7 +163,7 @@ print(json.dumps(added))
 
 @pytest.mark.skipif(MINOR == 10, reason="the order of TE 2.10 has no wgrads")
 def test_microbatches_share_the_memory_of_one_wgrad() -> None:
-    """A capture stores no wgrad for each microbatch, so six more microbatches must need less memory than one weight."""
+    """A capture must not store a wgrad per microbatch: six more microbatches must need less memory than one weight."""
     two, eight = json.loads(run_program(BYTES))
     assert eight - two < 512 * 512 * 2
 

@@ -34,7 +34,7 @@ def edited() -> list[tuple[str, str]]:
 
 @functools.cache
 def outcome(switch: str, gpu: str, part: str) -> list[Any]:
-    """Return, for each program, digests of its operations and results, and last the edited functions that ran."""
+    """Run the programs of ``part``. Return digests of each program and, as the last item, the functions that ran."""
     functions = json.dumps(edited() if switch == "on" else [])
     program = ("-m", "tests.support.eager_training", functions, part)
     lines = simulate(*program, imported=(), TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu).splitlines()

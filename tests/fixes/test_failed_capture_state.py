@@ -1,4 +1,4 @@
-"""Test the error of a failed capture on the simulator. Cases of `verify` test the state after a failed capture."""
+"""Test the error and the skip flag of a failed capture on the simulator. Cases of `verify` test other state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test TE's skip flag, which graphs share, and an eager module in another thread during a capture, on the simulator."""
+"""Test on the simulator TE's skip flag, which graphs share, and captures during which another thread runs a module."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ print(outcome(PROGRAMS["kept_mark, (None, 'itself', True, True, 3)"][0]))
 
 
 def test_a_recomputation_in_a_thread_of_autograd_is_part_of_its_capture() -> None:
-    """On a GPU, autograd runs backwards in its own threads. The recomputation would overwrite ``main_grad``."""
+    """On a GPU, autograd uses its own threads. If a capture ignored them, a replay would overwrite ``main_grad``."""
     assert "captured with is_first_microbatch=True and is replayed with False" in run_program(IN_THREAD_OF_AUTOGRAD)

@@ -16,7 +16,7 @@ from tests.support.megatron_orders import interleaved, layer_wise
 
 @dataclass
 class Stage:
-    """One stage of an interleaved pipeline, and the schedule of its step if every layer is a chunk."""
+    """A pipeline stage and its schedules: a chunk of `model_order` is a model chunk, a chunk of `order` is a layer."""
 
     stages: int
     stage: int

@@ -213,7 +213,7 @@ def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_different_constants_stay_apart(reuse: bool) -> None:
-    """A replay of one layer must not write into another layer's constant, such as a table of its attention."""
+    """A replay of one layer must not write into another layer's constant, such as a rotary table."""
     tables = Tensor(requires_grad=False), Tensor(requires_grad=False)
     samples = [[Tensor(), table] for table in tables for _ in range(3)]
     order = [1, 2, -2, 1, -2.5, -1, 2, -1.5, -2, -1, 1, 2, -2.5, -1.5, -2, -1, -2.5, -1.5]

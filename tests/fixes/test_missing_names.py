@@ -1,4 +1,4 @@
-"""Test on the simulator that fixes fail if torch lacks a private name that their support module needs."""
+"""Test on the simulator that fixes fail if torch lacks a private name that their support modules need."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FIX = "param-grad-lifetime"
 NEEDED = FIX in published.te("installed").needed
 WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
 VECTORS = {"Linear": 1, "LayerNormLinear": 3, "LayerNormMLP": 4}
-"""The numbers of biases and norm weights in each module. One kernel copies all their gradients."""
+"""The numbers of biases and norm weights in each module. With the fix, one kernel copies all their gradients."""
 
 
 COPIES = """
@@ -48,4 +48,4 @@ print(json.dumps(copies))
 def test_weights_are_copied_one_by_one_and_vectors_together(kind: str) -> None:
     plain, fused = json.loads(run_program(f"KIND = {kind!r}{COPIES}", TE_GRAPH_FIXES=FIX))
     assert plain == WEIGHTS[kind] + (1 if NEEDED else VECTORS[kind])
-    assert fused == 1 or not NEEDED, "TE 2.19 and later copy the dummies of fused wgrads"
+    assert fused == 1 or not NEEDED, "dummies of fused wgrads were copied, as in TE 2.19 and later"

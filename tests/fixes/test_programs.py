@@ -1,4 +1,4 @@
-"""Test, on the simulator, programs of `verify`'s driver and the programs of `tests.programs`."""
+"""Test cases of `verify` and the programs of `tests.programs` on the simulator, with and without the fixes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_orders_give_what_eager_gives(module: str) -> None:
 
 
 def unexpected(module: str, switch: str) -> list[str]:
-    """Return a line for each program of a module in `tests.programs` that has an unexpected outcome, or []."""
+    """Run a module of `tests.programs`. Return a line for each program with an unexpected outcome, or []."""
     outcomes = json.loads(simulate("-m", "tests.programs", module, TE_GRAPH_FIXES=switch))
     assert outcomes
     return [

@@ -18,7 +18,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 @functools.cache
 def results(switch: str, gpu_name: str) -> dict[str, Any]:
-    """Return the results of the quick cases of all needed fixes, by the name of the case."""
+    """Run the quick cases of all needed fixes on one simulated GPU. Return the results by the name of the case."""
     cases = [case for case in CASES.values() if case.quick and {*NEEDED} & {*case.fixes} and gpu(case) == gpu_name]
     return measured(*cases, TE_GRAPH_FIXES=switch, TE_SIMULATOR_GPU=gpu_name)
 

@@ -1,4 +1,4 @@
-"""Test that a replay that raises an error changes no state, and that only declared pairs of steps have an order."""
+"""Test that replays that raise an error change no state, and that steps work in any order that keeps DECLARED pairs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Module(torch.nn.Module):
         return self.function(self.linear, *args, **kwargs)
 
 def train(graphed, forward, sample, arguments, learn=True, **options):
-    # Train a layer behind a module for three steps. Return outputs, their requires_grad, and gradients.
+    # Train a module and a layer behind it for three steps. Return outputs, their requires_grad, and gradients.
     torch.manual_seed(1)
     module, last = Module(forward), linear()
     module.train(learn)
@@ -203,7 +203,7 @@ class Unread(Layer):
         return self.linear(x)
 
 class WithOwnCall(PassesOn):
-    # As in Megatron-Core, a capture does not run the forward.
+    # As in Megatron-Core, a capture runs __call__, which does not run the forward.
     def __call__(self, x, **kwargs):
         return self.linear(x)
 
@@ -314,13 +314,13 @@ def train(graphed, function, sample, others, recipe, checkpointed):
         assert other.grad is None
     if graphed:
         assert layer.calls == calls
-    return found if checkpointed else [*found, layer.mean]  # an eager checkpoint adds to it twice
+    return found if checkpointed else [*found, layer.mean]  # an eager checkpoint adds to the mean twice
 
 def whole(grad=False):
     return random(4, 8, 1, grad=grad)
 
 for recipe, checkpointed in ((None, False), (None, True), (DelayedScaling(amax_history_len=4), False)):
-    # The module detaches an input that now needs a gradient.
+    # The module detaches an input that needs a gradient only in some replays.
     others = [whole(), whole(True), whole(True)]
     compare(train, lambda x, other: x * other.detach(), whole, others, recipe, checkpointed)
     # A mask is broadcast.

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.te
 
 CONTRACT = [name for name, case in CASES.items() if {"replay-contract", "leaf-grad-lifetime"} & {*case.fixes}]
 ALONE = [name for name in CONTRACT if name != "other-recipe-under-way"]
-"""Programs for which only `replay-contract` raises. ``state-after-evaluation`` raises for the excluded program."""
+"""`CONTRACT` without the case in which another fix, ``state-after-evaluation``, raises the error."""
 REFUSED = {
     "more-microbatches": "the backward of callable 0 (LayerNormMLP) of microbatch 0 cannot be replayed: the forward of "
     "callable 0 (LayerNormMLP) of microbatch 0 was replayed after its forward",
@@ -118,7 +118,7 @@ print(found == {id(kept.weight), id(beside.weight)})
 
 
 def test_nothing_is_kept_alive() -> None:
-    """A replaced ``main_grad`` must be freed. After ``reset()``, only other callables' weights may be referenced."""
+    """A removed ``main_grad`` must be freed. After ``reset()``, only other callables' weights may be referenced."""
     assert run_program(RELEASED).splitlines() == ["True", "True"]
 
 
@@ -402,7 +402,7 @@ print(*(f"{warning.filename}: {warning.message}" for warning in given))
 def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
     assert run_program(BEHIND_ONE_WITHOUT_FP8).startswith(
         "<string>: callable 1 (Linear): this FP8 graph is replayed outside te.autocast"
-    )  # the warning names the line of the program
+    )  # the warning names the program's file, not a file of TE
 
 
 ACTIVATIONS = """
@@ -439,7 +439,7 @@ for steps in itertools.product((None, te_graph_fixes.deactivate, te_graph_fixes.
             step()
             active = step is te_graph_fixes.activate
     for module, is_ours in zip(modules, are_ours):
-        nested(module, torch.nn.Identity())  # correct in any case
+        nested(module, torch.nn.Identity())  # without another replay in between, this is correct
         assert raises(lambda: move(module)) == is_ours, (steps, are_ours)
     for (one, is_ours), (other, is_too) in itertools.combinations(zip(modules, are_ours), 2):
         assert raises(lambda: nested(one, other)) == (is_ours and is_too), (steps, are_ours)
@@ -529,7 +529,7 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
     ],
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
-    """Copies, and copies of copies, must be eager. The class, which may define ``__deepcopy__``, must not change."""
+    """Copies, and copies of copies, must be eager. Their class, which may define ``__deepcopy__``, must not change."""
     assert run_program(COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 
@@ -727,7 +727,7 @@ copies.clear()
 with save_on_cpu():
     trained(x * 1)
 frozen(torch.no_grad())
-copies.pop()  # the program's own clone
+copies.pop()  # do not count the clone in `frozen`
 """
 
 

@@ -30,16 +30,16 @@ WORSE = {
 NEEDED = sorted(published.te("installed").needed)
 SELECTIONS = ["upstream", *(f"{word} {fix_id}" for word in ("without", "only") for fix_id in NEEDED)]
 GARBAGE = 15.0
-"""A larger error comes from uninitialized memory, so it is different in each run."""
+"""An error above this limit comes from uninitialized memory, so it is different in each run."""
 OF_OTHERS = ("checkpoints-of-a-chunk",)
-"""Cases in which, without `param-grad-lifetime`, other graphs have overwritten the gradients."""
+"""Cases in which, without `param-grad-lifetime`, other graphs overwrite the gradients."""
 ALIKE = 1.01
 """A selection is worse if its error is more than this factor times the error without fixes."""
 
 
 @functools.cache
 def measured(selection: str, name: str) -> Outcome:
-    """Return the outcome of a case with a selection of fixes, or without fixes for ``off``."""
+    """Run a case with a selection of fixes, or without fixes for ``off``, and return the outcome."""
     word, _, fix_id = selection.partition(" ")
     chosen = {SWITCH: "on", DISABLE: fix_id} if word == "without" else {SWITCH: fix_id or word}
     return outcome(CASES[name], **chosen)

@@ -50,7 +50,7 @@ def test_an_equal_recipe_object_initializes_no_module() -> None:
 def test_attention_in_another_recipe_is_refused_before_its_state_changes() -> None:
     """A replay in current scaling raises an error before any state changes.
 
-    The amax history of attention then has 1 entry instead of the 4 entries of the capture in delayed scaling.
+    In current scaling, attention has an amax history of 1 entry. In the capture, in delayed scaling, it had 4 entries.
     """
     error, changed = run_program(ATTENTION, NVTE_MASKED_SOFTMAX_FUSION="0", **EMULATED).splitlines()[-2:]
     assert "captured with a DelayedScalingRecipeState of 4 entries" in error

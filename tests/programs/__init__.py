@@ -1,9 +1,9 @@
 """Programs that train with graphs and eagerly. Each is a function with an expected outcome.
 
 ``python -m tests.simulator -m tests.programs [MODULE ...]`` runs the programs of the named modules of this folder (by
-default all), and prints their outcomes. A program is called with a function ``capture`` that has the arguments of
-`make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves, once for each
-sample. The tensors that a program yields must be equal with graphs and in eager training.
+default, of all modules), and prints their outcomes. A program is called with a function ``capture``, which takes the
+arguments of `make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves, once
+for each sample. The tensors that a program yields must be equal with graphs and in eager training.
 
 Programs that consist of options are in tests/verify/cases.py, because they also run on GPUs. Random programs are in
 tests/explore. A program that compares anything but tensors is in the test that runs it.
@@ -44,14 +44,14 @@ def tensors(function: Program, graphed: bool) -> list[torch.Tensor | None]:
         return captured
 
     FP8GlobalStateManager.reset()
-    # TE's reset() keeps the flags of checkpoints without a backward, which checkpoints of this program would take.
+    # TE's reset() keeps flags left by checkpoints without a backward. Checkpoints of this program would take them.
     activation_recompute_forward._is_first_fp8_module = []
     torch.manual_seed(1)
     return [tensor if tensor is None else tensor.detach().clone() for tensor in function(capture)]
 
 
 def outcome(function: Program) -> str:
-    """Return ``equal``, the number of tensors that differ, or the text of the error that was raised."""
+    """Run a program with graphs and eagerly. Return ``equal``, the number of differing tensors, or an error's text."""
     try:
         graphed = tensors(function, graphed=True)
         pairs = [*zip(graphed, tensors(function, graphed=False), strict=True)]

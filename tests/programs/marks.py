@@ -104,7 +104,7 @@ class RenamedPolicy(Policy):
 
 
 def own_caches(policy, kind, warmup, capture):
-    """Change the weights before each step. A graph must reuse FP8 weights if and only if its eager module does."""
+    """Change the weights before each step. A graph must reuse FP8 weights if and only if eager runs do."""
     module, options, x = policy(kind).eval(), options_of("current"), random(grad=False)
     with torch.no_grad():
         if policy is not RenamedPolicy:
@@ -127,7 +127,7 @@ for policy, kind, warmup in [*((Policy, kind, 3) for kind in KINDS), *OWN]:
 
 
 class Layer(torch.nn.Module):
-    """A module that passes its flag to its projection. `mark` sets the flag, in another place in each subclass."""
+    """A module that passes its flag to its projection. `mark` sets the flag, which most subclasses store elsewhere."""
 
     is_first_microbatch = False
 
@@ -220,7 +220,7 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 
 
 def overwritten_main_grad(captured, marks, capture):
-    """Train with the flags ``marks``. A first microbatch overwrites ``main_grad``. Other microbatches add to it."""
+    """Capture with the flag ``captured``, and train with ``marks``. Only first microbatches overwrite ``main_grad``."""
     layer, x = Layer(fuse_wgrad_accumulation=True), random(16, 32)
     layer.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
     layer.is_first_microbatch = captured
@@ -326,7 +326,7 @@ class Reusing(torch.nn.Module):
 
 
 def reused_weights(name, runs_before, loads, fails, capture):
-    """Train frozen layers whose weights or scales change after the capture, although the FP8 weights are reused."""
+    """Train layers whose frozen weights or scales change after the capture, although the FP8 weights are reused."""
     options, layers = options_of(name), (Reusing(), Reusing())
     for layer in layers if runs_before else ():
         with torch.no_grad(), te.autocast(**options):

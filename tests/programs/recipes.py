@@ -34,7 +34,7 @@ def grads(model):
 
 
 def train(capture, module, replay=autocast, **options):
-    """Train for four steps. Yield outputs, gradients and scales."""
+    """Train for four steps, with each forward in the context ``replay()``. Yield outputs, gradients and scales."""
     run = capture(module, (random(),), **options)
     for _ in range(4):
         x = random()
@@ -132,7 +132,7 @@ OWN = (teacher_in_no_grad, no_grad_in_autocast, own_autocast, own_autocast_befor
 FORWARDS = [
     *((forward, options, "equal") for forward in OWN for options in (OUTSIDE, INSIDE)),
     (checkpoint_in_a_checkpoint, INSIDE, "has a checkpoint inside a te.checkpoint"),
-    # In an outer autocast, only the first module that needs a backward updates the scales of backwards.
+    # In an outer autocast, only the first module that needs a backward updates the backward scales.
     *((forward, OUTSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
     *((forward, INSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
     (evaluated_after_it, INSIDE, "equal"),
@@ -152,7 +152,7 @@ def checkpoints_with_own_copies(capture):
 
 
 def new_weights(recipe, capture):
-    """Create the cached weight again at each first eager microbatch, as a compiled `te.Linear` (TE #3505) does."""
+    """Create the cached weight again at each eager first microbatch, as a compiled `te.Linear` (TE #3505) does."""
     layer = linear()
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
 
@@ -198,7 +198,7 @@ class Block(torch.nn.Module):
 
 
 def nested_modules(kind, enabled, recipe, capture):
-    """Capture two modules and the block that contains both in one call, each with its own ``enabled``."""
+    """Capture, in one call, two modules and the block that contains both, each with its own ``enabled``."""
     first, second = (te.LayerNormLinear(32, 32, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
     inner = Block(second, kind=kind)
     modules = (first, inner, Block(first, inner))

@@ -347,7 +347,7 @@ EQUAL = {
     "parameter of an unused module replaced": partial(changed, change=setting("spare.bias", parameter)),
     "unused parameter replaced in an evaluation": partial(evaluated, change=setting("unused", parameter)),
 }
-"""Programs that TE without the fixes runs correctly."""
+"""Programs that must compute the same numbers with graphs and in eager training."""
 INPLACE = {
     "positions changed": partial(same_positions, between=lambda m, p, c: p.add_(1)),
     "buffer changed": partial(same_positions, between=lambda m, p, c: m.buffer.mul_(2)),
@@ -396,7 +396,7 @@ RAISES = {
 PROGRAMS |= {
     f"several losses of experts, {name}": (
         partial(several_losses_of_experts, **options),
-        ONE_BACKWARD if hasattr(quantized_tensor, "restore_from_func_ctx") else "equal",  # TE 2.15
+        ONE_BACKWARD if hasattr(quantized_tensor, "restore_from_func_ctx") else "equal",  # from TE 2.15 on
     )
     for name, options in {
         "frozen": {"is_trained": False},

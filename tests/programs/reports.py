@@ -142,7 +142,7 @@ def freed(capture):
 
 @program
 def text_only(capture):
-    """Train a layer before captured frozen layers. In every second step, the layer gets no gradient."""
+    """Train an eager layer in front of captured frozen layers. Every second step skips the eager layer."""
     frozen, encoder = torch.nn.Sequential(linear(), linear()).requires_grad_(False), linear()
     call = capture_one(capture, frozen)
     for step in range(4):

@@ -1,9 +1,8 @@
 """``python -m tests.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
 A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one per
-line. Each line of output contains the fields of an `Outcome`, ``case`` and ``last``. A case that raises an error has
-the outcome ``failed``. If the process may be damaged after a case, ``last`` is true, and the process exits with status
-1. The environment selects the fixes.
+line. Each line of output contains the fields of an `Outcome`, ``case`` and ``last``. If the process may be damaged
+after a case, ``last`` is true, and the process exits with status 1. The environment selects the fixes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .driver.program import Skipped
 
 
 def main(arguments: list[str]) -> int:
-    """Run the cases in ``arguments`` or from standard input. Return 1 once the process may be damaged, else 0."""
+    """Run the cases in ``arguments`` or from standard input. Return 0, or 1 at once if the process may be damaged."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to stderr
     broken = _broken()

@@ -37,14 +37,15 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     for name, size in errors(graphed, eager).items():
         by_kind.setdefault(name.partition(": ")[2], []).append(size)
     norms = [_norm(graphed[name]) / _norm(eager[name]) for name in eager if name.endswith(" step: wgrads")]
-    damaged = any(by_kind.get("left behind", ()))  # state left behind in the process
+    damaged = any(by_kind.get("left behind", ()))  # the next case could use state that was left behind
     return {"errors": by_kind, "wgrad_norm": norms, "damaged": damaged}
 
 
 def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> dict[str, Any]:
-    """Run several `Program`s, each with the ``shared`` options and its own. Return the largest error of each, by name.
+    """Run several `Program`s, each with the ``shared`` options and its own. Return the measures of a `Case`.
 
-    A program that this GPU or TE cannot run is skipped. If no program can run, the case is skipped.
+    ``errors`` has the largest error of each program. A program that this GPU or TE cannot run is skipped. If no program
+    can run, the case is skipped.
     """
     largest: dict[str, list[float]] = {}
     damaged = False
@@ -61,7 +62,7 @@ def compare_each(programs: Mapping[str, Mapping[str, Any]], **shared: Any) -> di
 
 
 def _both(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the results of a program with graphs, and its results in eager training."""
+    """Run a program eagerly and with graphs. Return the results with graphs, and the eager results."""
     program = Program(**options)
     setting.require(program.recipe, program.other)
     if "Recomputed" in program.modules:

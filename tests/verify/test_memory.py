@@ -35,7 +35,7 @@ NEEDED = sorted(published.te("installed").needed)
 
 
 def peaks(setting: str) -> dict[str, int]:
-    """Return the highest memory peak of a capture in bytes, for each of the `PROGRAMS`."""
+    """Run the `PROGRAMS`. Return the highest memory peak of a capture in bytes, by program."""
     case = Case("peaks", (), "memory:compare", {"programs": PROGRAMS})
     found: dict[str, int] = measured(case, TE_GRAPH_FIXES=setting)["peaks"]["measures"]["peaks"]
     return found

@@ -113,7 +113,7 @@ def test_selection() -> None:
 
 
 def fake(script: str, **options: object) -> Outcome:
-    """Return the outcome of a case in a child process that runs ``script`` instead of the case."""
+    """Return the outcome of a case if its child process runs ``script`` instead of `tests.verify.child`."""
     child = Child(os.environ, (sys.executable, "-c", script))
     try:
         return child.measure(CASES["linear-bf16"], **options)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
 
 
 def child(*arguments: str, prelude: str = "", **environment: str) -> list[dict[str, object]]:
-    """Return the output lines of a child on the simulator, which runs ``prelude`` first."""
+    """Run ``prelude`` and `tests.verify.child` on the simulator. Return the parsed output lines of the child."""
     program = f"{prelude}\nimport runpy, sys\nsys.argv = ['child', *{list(arguments)!r}]\n"
     program += "runpy.run_module('tests.verify.child', run_name='__main__')"
     done = on_simulator("-c", program, imported=(), **environment)

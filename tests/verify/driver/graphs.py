@@ -338,7 +338,7 @@ def reuse_first_weights(module: Any) -> None:
 
 
 def delayed(layer: Any) -> list[Any]:
-    """Return the modules that can delay wgrads, in the order of their forwards, or []."""
+    """Return the modules of a layer that can delay wgrads, in the order of their forwards, or []."""
     return [
         module
         for module in layer.modules()
@@ -347,7 +347,7 @@ def delayed(layer: Any) -> list[Any]:
 
 
 def make_main_grads(weights: list[Any]) -> list[torch.Tensor]:
-    """Return a ``main_grad`` of zeros for each weight. In a flat buffer, they are at least two bytes apart."""
+    """Return a ``main_grad`` of zeros for each weight. Views of a flat buffer are at least two bytes apart."""
     if not program.flat_main_grads:
         return [torch.zeros(weight.shape, device="cuda") for weight in weights]
     buffer = torch.zeros(4 * sum(weight.numel() + 1 for weight in weights), dtype=torch.uint8, device="cuda")

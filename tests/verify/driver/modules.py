@@ -148,7 +148,7 @@ class Block(torch.nn.Module):
 
 @module
 class Wide(torch.nn.Sequential):
-    """Projections whose biases have a multiple of 256 bytes, so that one kernel copies the gradients of all biases."""
+    """Three projections. At least two biases have a multiple of 256 bytes, so one kernel copies their gradients."""
 
     def __init__(self) -> None:
         sizes = (hidden(), 128, 128, hidden())
@@ -339,7 +339,7 @@ class Dropped(Block):
 
 @module
 class Tied(torch.nn.Module):
-    """A multiplication by the first layer's first weight, which both layers share."""
+    """A layer that multiplies its input by the first layer's first weight, which both layers share."""
 
     weight: torch.Tensor
 

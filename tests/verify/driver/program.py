@@ -37,11 +37,11 @@ class Program:
     layers_as_chunks: bool = False  # each layer is a chunk of the order
     reuse: bool = False  # graphs of an order share static buffers
     tuples: bool = False  # the sample arguments of an order are in a tuple, not in a list
-    delay: bool = False  # wgrads are delayed until their entries in the order or, without entries, after the dgrad
+    delay: bool = False  # wgrads are delayed: they run at their entries of the order or, without any, after the dgrad
     warmup: int = 3  # the number of warmup iterations
     warmup_hook: str = ""  # the hook between warmup and capture "zeroes" or "replaces" each ``main_grad``
     own_pool: bool = False  # each capture has its own memory pool
-    inference: str = ""  # a graph of the first layer for inference is captured "first", or "after" the others
+    inference: str = ""  # a graph of the first layer for inference is captured "first", or "after" other graphs
     inference_mode: bool = False  # the capture for inference runs under ``torch.inference_mode()``
     calibrating: bool = False  # FP8 is calibrated, not used
     sets_flag: bool = False  # the caller sets TE's skip flag, as Megatron-Core does
@@ -74,7 +74,7 @@ class Program:
     same_input: bool = False  # every microbatch is copied into one tensor, the sample argument of the first layer
     module_hooks: bool = False  # layers have hooks, registered after the capture
     clean_start: bool = False  # before the first event, ``main_grad`` and recorded hook calls are cleared
-    takes_grads: bool = False  # like ``clean_start``, and each ``.grad`` is removed before the next one
+    takes_grads: bool = False  # like ``clean_start``, and each ``.grad`` is removed before the next one is computed
     freezes_first: bool = False  # the first parameter of each layer is not trained
     hidden: int = 0  # the hidden size; 0 selects the default of the device
     retain: bool = False  # each backward can be replayed more than once

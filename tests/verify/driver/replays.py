@@ -195,7 +195,7 @@ def replace_module(t: Training) -> None:
 
 @event
 def continue_with_a_copy(t: Training) -> None:
-    """Copy the layers, change a parameter of the copy, and continue with it, as programs with averaged weights do."""
+    """Replace the layers with copies that have one changed parameter, as programs with averaged weights do."""
     t.layers = copy.deepcopy(t.layers)
     t.calls = [[layer] * t.microbatches for layer in t.layers]
     t.find_parameters()

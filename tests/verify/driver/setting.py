@@ -53,7 +53,7 @@ def autocast(name: str) -> Any:
 
 
 def make_recipe(name: str) -> Any:
-    """Return TE's recipe of this name, with the options of the program; None for ``bf16``."""
+    """Return TE's recipe of this name (None for ``bf16``) or, if the program calibrates FP8, delayed scaling."""
     if program.calibrating:
         return recipes.DelayedScaling(amax_history_len=3)
     if name == "bf16":

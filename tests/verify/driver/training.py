@@ -179,7 +179,7 @@ class Training(Captured):
         self.update(0.0 if skip else rate, skip)
 
     def wgrad(self, number: int, microbatch: int, eager: bool) -> None:
-        """Compute the delayed wgrads of a layer. Eager training has computed them, so only hook calls are recorded."""
+        """Compute the delayed wgrads of a layer. Eager training delays no wgrads, so it only records hook calls."""
         if self.graphed and not eager:
             call = self.calls[number][microbatch]
             if hasattr(call, "backward_dw"):
