@@ -5,8 +5,8 @@
 
 This program uses all options of the report TE #3051, but a smaller model, mock data and fewer ranks. As in the report,
 the run with "graphs off" delays the capture beyond its last step. The program prints the loss and the gradient norm of
-each step and the norms of `main_grad` by kind of parameter, and draws a picture. Its exit status has the same meaning
-as that of `megatron_lm.py`.
+each step and the norms of `main_grad` by kind of parameter, and draws a picture. The exit statuses have the
+meanings that `megatron_lm.py` describes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def be_rank(iterations: int, gpus: int, graphs: bool) -> None:
-    """Train on this rank, and print norms of gradients in some steps."""
+    """Train on this rank, and print norms of gradients in every fourth step from the first replay on."""
     prepare()
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step

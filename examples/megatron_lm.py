@@ -34,7 +34,7 @@ AS_RANK = "--as-a-rank"
 DRAW = "--draw"
 GPT = ("pretrain_gpt.py",)
 HYBRID = ("pretrain_hybrid.py", "pretrain_mamba.py")
-"""Megatron-LM's program for hybrid models: its name in 0.19, and its name in earlier releases."""
+"""Megatron-LM's program for hybrid models: its name in Megatron-LM 0.19, and its name in earlier releases."""
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --eval-iters 0 --eval-interval 1000

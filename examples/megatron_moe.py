@@ -1,7 +1,7 @@
 """Train a small MoE GPT of Megatron-Core with and without TransformerEngine's (TE's) graphs, and compare gradients.
 
     python examples/megatron_moe.py                       # one GPU, TE and megatron-core
-    TE_GRAPH_FIXES=off python examples/megatron_moe.py    # the same with the fixes off
+    TE_GRAPH_FIXES=off python examples/megatron_moe.py    # with the fixes off
 
 The model has two layers, experts padded to their capacity, FP8, and weight gradients that are fused into fp32
 ``main_grad``. Whole layers are captured (``cuda_graph_impl="transformer_engine"``). The program trains for three

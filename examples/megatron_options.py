@@ -182,7 +182,7 @@ OPTIONS = {
     "recompute-activations": routed(f"{SELECTIVE} layernorm moe_act"),
     "recompute-attention": dense(f"{SELECTIVE} core_attn", recipe="delayed"),
     "recompute-latent": routed(f"{SELECTIVE} mla_up_proj", more=LATENT),
-    # runs
+    # evaluation, checkpoints, warmup and reruns
     "evaluation": Option(EVALUATE, recipe="delayed"),
     "save": Option(SAVE, recipe="delayed"),
     "resume": Option(RESUME, recipe="delayed", stages=TWICE),

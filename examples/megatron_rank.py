@@ -16,7 +16,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Print the versions now and the peak memory at exit. If the rank is terminated, print its stack first."""
+    """Print the versions now, the peak memory at exit, and the stack on SIGTERM. Replace apex if it is missing."""
     import torch
 
     faulthandler.register(signal.SIGTERM, chain=True)

@@ -49,7 +49,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A program that prints Megatron's log lines, its arguments, and the arguments that turn graphs on."""
+    """A program that prints Megatron's log lines, with its arguments, and with the arguments that turn graphs on."""
 
     name: str
     program: Sequence[str]
@@ -104,7 +104,7 @@ class Run:
     """The values and messages in the log of one run."""
 
     figures: dict[str, list[str]] = field(default_factory=dict)
-    """The text of each printed value, by quantity."""
+    """The printed values of each quantity, as texts in the order of the log."""
     error: str = ""
     peak_mib: list[float] = field(default_factory=list)
     norms: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -192,7 +192,7 @@ def run_all(jobs: Iterable[tuple[Training, str]], at_once: int, timeout: float) 
                     log = training.log_of(setting)
                     print(f"{training.name}, {setting}: {run.error} ({log})", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print(f"interrupted: {len(waiting) + len(running)} runs did not end", file=sys.stderr, flush=True)
+        print(f"interrupted: {len(waiting) + len(running)} runs did not finish", file=sys.stderr, flush=True)
     finally:
         for _, _, process, _ in running:
             terminate(process)
@@ -306,9 +306,7 @@ def tensors_equal(run: Run) -> int:
 
 
 def figures_table(runs: Mapping[str, Run]) -> str:
-    """Return a Markdown table of each step's loss and gradient norm, with values that differ from graphs off in
-    bold.
-    """
+    """Return a Markdown table of the loss and gradient norm by step. Values that differ from graphs off are bold."""
     names = [name for name in ("lm loss", "grad norm") if any(name in run.figures for run in runs.values())]
     rows = [["iteration", *(f"{name}, {setting}" for name in names for setting in runs)]]
     for i in range(max(len(run.figures.get("lm loss", [])) for run in runs.values())):
@@ -321,7 +319,7 @@ def figures_table(runs: Mapping[str, Run]) -> str:
 
 
 def norms_table(runs: Mapping[str, Run]) -> str:
-    """Return a Markdown table of the mean norm of `main_grad` by kind of parameter."""
+    """Return a Markdown table of mean `main_grad` norms by kind of parameter, bold if they differ from graphs off."""
     rows = [["step", "parameters", *runs, "TE's graphs / graphs off"]]
     for step in runs[OFF].norms:
         means = {setting: run.means(step) for setting, run in runs.items()}
@@ -394,7 +392,7 @@ def draw(png: Path, *panels: Panel) -> None:
 
 
 def over_steps(title: str, quantity: str, runs: Mapping[str, Run]) -> Panel:
-    """Return a panel with one line for each setting, from the first replayed step on."""
+    """Return a panel with a curve of ``quantity`` for each setting, from the first replayed step on."""
 
     def panel(axes: Any) -> None:
         for setting, look in LOOKS.items():

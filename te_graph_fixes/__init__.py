@@ -52,8 +52,7 @@ def _is_own_command() -> bool:
     )
 
 
-# A command applies no fixes to itself. It also reports invalid settings itself, which would raise an error here.
-if not _is_own_command():
+if not _is_own_command():  # a command needs no fixes, and reports invalid settings without a traceback
     _options = environment_options()
     activate()
     if _options:

@@ -19,13 +19,13 @@ def main() -> int:
         with contextlib.suppress(FileNotFoundError):
             _forget_current_folder()
         status = _start()
-        if sys.stdout:  # None if it is closed
+        if sys.stdout:  # None if standard output is closed
             sys.stdout.flush()
     except ImportError as error:
         print_stderr(f"te-graph-fixes: {error}")
         status = NOT_USABLE
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so Python's flush at exit does not fail
         status = 1
         if isinstance(error, BrokenPipeError):
             status = 128 + signal.SIGPIPE

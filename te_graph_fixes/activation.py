@@ -39,8 +39,8 @@ _COPIED = "_make_graphed_callables"
 """A function of TransformerEngine's graph.py. Any other module that defines this function is a copy of graph.py."""
 _NOT_LOADED = (
     "{} baked it into TransformerEngine's files, but this process runs other code. Either TransformerEngine was "
-    "imported before the bake, or its bytecode is old (delete __pycache__ and PYTHONPYCACHEPREFIX), or another package "
-    "has replaced the code"
+    "imported before the bake, or its bytecode is old (delete __pycache__ and the folder PYTHONPYCACHEPREFIX), or "
+    "another package has replaced the code"
 )
 
 
@@ -59,7 +59,7 @@ def require_wrapt() -> None:
 class _Activation:
     """The state of this process: the settings, the decision on TE, and the installed fixes.
 
-    The lock is never held while TE is imported.
+    `_lock` guards this state. No code imports TE while it holds the lock.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class _Activation:
         self._installation: Installation | None = None
         self._failure = ""  # the reason why no fix is installed: an error, or strict mode
         self._reverted: frozenset[str] = frozenset()
-        self._earlier_graphs: int | None = None  # graphs of TE that were captured before any fix was applied
-        self._copies: tuple[str, ...] = ()  # modules with a copy of TE's graph.py
+        self._earlier_graphs: int | None = None  # the number of TE's graphs captured before any fix was applied
+        self._copies: tuple[str, ...] = ()  # the names of modules that are copies of TE's graph.py
 
     def _renew_lock(self) -> None:
         """Create the lock. In a forked child, the thread that held the old lock may no longer exist."""
@@ -117,7 +117,7 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
-            # If the error ends the import of this package, the hook remains. It could then not import `decision`.
+            # If the error ends the import of te_graph_fixes, the hook remains, but could no longer import `decision`.
             from . import decision  # noqa: F401
 
             raise RuntimeError(
@@ -169,11 +169,11 @@ class _Activation:
             raise
 
     def _apply(self) -> None:
-        """Apply the fixes to the imported TE, and print the status line."""
+        """Apply the fixes to the imported TE, print the status line, and warn of problems (in strict mode, raise)."""
         from .manifest import UNDO
 
-        with contextlib.suppress(ImportError):  # after an error, `report` raises it again, unless the fixes are off
-            # Import before taking the lock: a child forked during an import waits forever if it imports the module too.
+        with contextlib.suppress(ImportError):  # `self.report` raises the error again, unless the fixes are off
+            # Import it before taking the lock: a child forked during an import waits forever if it imports this module.
             from .decision import settings_conflict
 
         with self._lock:
@@ -254,7 +254,7 @@ class _Activation:
                 source = decision.source if decision else Source.installed()
             except TENotFoundError:
                 missing = "TransformerEngine is not installed"
-            if decision is None and source and installed_manifest():  # without one, `read` searches the source
+            if decision is None and source and installed_manifest():  # without a manifest, `read` is slow
                 decision = decide(read(source), self._settings or Settings(frozenset()))
             manifest = decision.reading.manifest if decision else None
             is_loaded = self._decision is not None or loaded(PACKAGE)
@@ -281,7 +281,7 @@ class _Activation:
         return "pending" if Status.PENDING in statuses else "memory"
 
     def _status_of(self, fix_id: str, missing: str) -> tuple[Status, str]:
-        """Return the status of a fix and the reason. ``missing`` is the reason if TE is not installed."""
+        """Return the status of a fix and the reason. ``missing`` is the reason if TE is not installed, else ""."""
         if self._settings is None:
             if fix_id in self._reverted:
                 return Status.REVERTED, "reverted by deactivate()"
@@ -344,7 +344,7 @@ def _copies_of_graphs() -> tuple[str, ...]:
     copies = []
     for name, module in list(sys.modules.items()):
         is_module = issubclass(type(module), ModuleType)
-        own = object.__getattribute__(module, "__dict__") if is_module else {}  # imports nothing
+        own = object.__getattribute__(module, "__dict__") if is_module else {}  # `vars` could import a lazy module
         if name != f"{PACKAGE}.graph" and getattr(own.get(_COPIED), "__module__", None) == name:
             copies.append(name)
     return tuple(sorted(copies))

@@ -23,7 +23,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
     Call it on all ranks, after the import of TransformerEngine and ``init_process_group``. A rank without fixes, as
     with ``TE_GRAPH_FIXES=off``, misses all of them. If ``digest`` is not None, it is the `Report.digest` that each rank
     must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 8 bytes, and
-    details only before an error.
+    sends details only before an error.
 
     Raise ValueError if there is no process group, if this process is outside ``group``, or if ``digest`` is malformed.
     """
@@ -53,7 +53,7 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
 
 def _gathered(number: int, group: Any) -> list[int]:
-    """Return the ``number`` of eight bytes that each rank of ``group`` passes, in the order of the ranks."""
+    """Return the 8-byte ``number`` of every rank of ``group``, in the order of the ranks."""
     import torch
     from torch import distributed
 
@@ -73,7 +73,7 @@ def _equal_ranks(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Broadcast the ``details`` of one rank, and return them on every rank."""
+    """Broadcast the ``details`` of the global ``rank`` to the group, and return them on every rank."""
     from torch import distributed
 
     sent = [details if distributed.get_rank() == rank else None]
@@ -82,7 +82,7 @@ def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any
 
 
 def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
-    """Return an error text with the fixes of each group of equal ranks, and their differences from the first group."""
+    """Return an error text with a line for each list of equal ranks, and its differences from the first list."""
     usual = {*details[0]["active"]}
     lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
     for same, found in zip(ranks, details, strict=False):

@@ -1,9 +1,9 @@
 """The steps from TransformerEngine's (TE's) source to the installed fixes.
 
-    read(source)               assesses the source for every fix, and returns a verdict with its reason and edits
+    read(source)               assesses the source for every fix, and returns each verdict with its reason and edits
     decide(reading, settings)  combines the verdicts with the settings into a status for every fix
-    compose(decision)          compiles the fixes to apply, except those that fail in this process
-    Installation.install()     installs all fixes or none, as the only step that changes TE; `revert` undoes it
+    compose(decision)          compiles the fixes to apply, except fixes that fail in this process
+    Installation.install()     installs all fixes or none. Only this step changes TE, and `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
 """
@@ -41,7 +41,7 @@ class Reading:
 def read(source: Source) -> Reading:
     """Return the `Reading` of a TE, from the manifest if TE is baked, else by matching every fix with the source.
 
-    A fix that the bake disabled is applicable, because TE has its bug.
+    A fix that the bake disabled is applicable, because TE has its bug. If the bake is not intact, all are unrecognized.
     """
     try:
         manifest = read_manifest(source)
@@ -79,7 +79,7 @@ class Decision:
 
     @property
     def disabled(self) -> list[str]:
-        """The fixes disabled by the settings although TE needs or may need them, except those disabled by a bake."""
+        """The fixes disabled by the settings although TE needs or may need them, except fixes disabled by a bake."""
         in_bake = self.reading.in_bake(Status.DISABLED)
         return [fix_id for fix_id in self._having(Status.DISABLED) if fix_id not in in_bake]
 
@@ -166,7 +166,7 @@ def settings_conflict(decision: Decision) -> str:
 
 
 def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:
-    """Return the `Report.digest` of a report that lacks it. ``texts`` are the texts of the modules fixed in memory."""
+    """Return the `Report.digest` for a report. ``texts`` are the modules fixed in memory, if there is no manifest."""
     files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
     state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
     return digest("\n".join(state).encode())[:8]
@@ -176,7 +176,7 @@ def compose(decision: Decision) -> tuple[Decision, Installation]:
     """Compile the fixes to apply. Return the decision, updated for fixes that fail here, and the installation.
 
     A fix can fail in this process, for example because another package has replaced a function. This affects only the
-    fix and the fixes that require it. In contrast, an error here or in a later step is a bug in this package. It
+    fix and the fixes that require it. In contrast, an exception in this or a later step is a bug in this package. It
     affects all fixes, and leaves TE unchanged.
     """
     installation = Installation(decision.source, decision.to_apply)

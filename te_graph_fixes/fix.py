@@ -63,11 +63,11 @@ class Fix:
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
     trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``affected_versions`` are
     the versions expected to have the bug, for example ``>=2.10,<2.17``, and may lack one of these bounds. ``requires``
-    names other fixes. This fix is applied only if each of them is applied or not needed. ``check_hints`` are words that
-    indicate this bug in the mismatches of a check.
+    names other fixes. If one of them is disabled or cannot be applied, this fix is not applied. ``check_hints`` are
+    words that indicate this bug in the mismatches of a check.
 
-    ``after`` names the fixes whose edits come first if both edit the same place. All other edits of one place are
-    independent (tests/patching/test_order.py).
+    ``after`` names the fixes whose edits precede the edits of this fix at the same place. The order of all other edits
+    at one place does not matter (tests/patching/test_order.py).
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
@@ -112,11 +112,11 @@ class Fix:
 
     @property
     def _bounds(self) -> dict[str, Version]:
-        """Return the first release with the bug, by ``>=``, and the first release without the bug, by ``<``."""
+        """The bounds in `affected_versions`: ``>=`` the first release with the bug, ``<`` the first fixed release."""
         return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
 
     def expected(self, version: str | None) -> Verdict | None:
-        """Return the verdict implied by a version, ``applicable`` or ``not-needed``, or None for an invalid version."""
+        """Return the expected verdict on a version (``applicable`` or ``not-needed``), or None if it is invalid."""
         if (found := parsed(version)) is None:
             return None
         has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)

@@ -45,7 +45,7 @@ _FORMAT = {
     "files": rf'(?=.*\["){{("{TE}(/\w+)+\.py": \[({_DIGEST}|null), {_DIGEST}\]{_COMMA})+}}',
     "code": rf'{{({_TEXT}: {{("{TE}(\.\w+)+:[\w.<>]+": {_TEXT}{_COMMA})*}}{_COMMA})*}}',
 }
-"""A regular expression for the JSON of each field. All files must be in TE, and the bake must not have added all."""
+"""Regular expressions for the JSON of the fields. All files must be in TE, and at least one must predate the bake."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Manifest:
 
     @classmethod
     def read(cls, location: Path) -> Manifest | None:
-        """Return the manifest of the TE in a folder, or None if there is none. Keys of a newer version are ignored.
+        """Return the manifest in ``location``, TE's folder, or None if there is no manifest. Ignore unknown keys.
 
         Raise `BakeError` if the manifest is invalid, for example if it names a file outside TE.
         """
@@ -126,7 +126,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def installed_manifest() -> Manifest | None:
-    """Return the manifest of the installed TE, or None without TE or a manifest, or if files changed after the bake."""
+    """Return the manifest of the installed TE, or None if there is no TE, no manifest or no intact bake."""
     with contextlib.suppress(TENotFoundError, BakeError):
         return read_manifest(Source.installed())
     return None

@@ -64,9 +64,9 @@ def print_status_line(report: Report, verbose: bool | None, remark: str = "") ->
     """Print the status line and a remark once, if ``verbose`` selects this process or a fix is missing.
 
     If ``verbose`` is None, the first rank of each host prints it. A daemon process, such as a worker of a DataLoader,
-    would repeat the line of its parent, so it prints only missing fixes.
+    would repeat the line of its parent, so it prints the line only if a fix is missing.
     """
-    multiprocessing = sys.modules.get("multiprocessing.process")  # each daemon process has imported it
+    multiprocessing = sys.modules.get("multiprocessing.process")  # each daemon process has imported this module
     is_daemon = multiprocessing is not None and multiprocessing.current_process().daemon
     is_wanted = is_first_on_host() if verbose is None else verbose
     line = status_line(report) + remark

@@ -17,7 +17,7 @@ _RANKS = {
 }
 """The environment variables of launchers for the rank in the job, and for the rank on the host ("" if there is none).
 
-Those of torchrun come first, because it may run inside a task of Slurm or MPI.
+The variables of torchrun come first, because torchrun may run inside a task of Slurm or MPI.
 """
 
 
@@ -27,7 +27,7 @@ def rank() -> str | None:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process is the first rank of its host, or is started without a launcher."""
+    """Return whether this process is the first rank of its host, or was started without a launcher."""
     return (_first_set(_RANKS.values()) or rank()) in (None, "0")
 
 

@@ -25,9 +25,9 @@ UPSTREAM = "upstream"
 class Settings:
     """The user's choice of fixes, strict mode and output.
 
-    The fixes in ``only`` are selected (None: all fixes), except those in ``disable``. If ``strict`` is true, a needed
-    fix that cannot be applied is an error. The status line is printed by every process if ``verbose`` is True, by the
-    first rank of each host if it is None, and only if a fix is missing if it is False.
+    The fixes in ``only`` are selected (None: all fixes), but not the fixes in ``disable``. If ``strict`` is true, a
+    needed fix that cannot be applied is an error. ``verbose`` selects the processes that print the status line: every
+    process (True), the first rank of each host (None), or only processes in which a fix is missing (False).
     """
 
     only: frozenset[str] | None = None
@@ -108,7 +108,7 @@ def _selected() -> frozenset[str] | None:
 
 
 def _flag(value: object, where: str) -> bool | None:
-    """Return True if a value means yes, False if it means no, and None if it is empty."""
+    """Return True if a value means yes, False if it means no, and None if it is empty. Errors begin with ``where``."""
     word = str(value).strip().lower()
     if word not in (*ON, *OFF, ""):
         raise ValueError(f"{where}={value!r} is invalid. Valid values: {', '.join(ON + OFF)}")
@@ -116,7 +116,7 @@ def _flag(value: object, where: str) -> bool | None:
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
-    """Return ``ids`` as a set. For an unknown id, raise ValueError with a message that begins with ``where``."""
+    """Return ``ids`` as a set. For an unknown id, raise ValueError with ``where`` and other valid words (``also``)."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}.")
     if wanted := frozenset(ids):

@@ -77,12 +77,12 @@ class Report:
     ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
 
-    If fixes are active, ``mode`` is ``memory`` or ``baked``, depending on where they are. It is also ``memory`` if
-    TransformerEngine needs none. If no fix is active, it is ``failed`` if `missing` is not empty, ``off`` if the fixes
-    are off, and ``pending`` before the import of TransformerEngine.
+    ``mode`` is ``memory`` if fixes were applied in memory or none is needed, and ``baked`` if all active fixes are
+    baked. If no fix is active, ``mode`` is ``failed`` if `missing` is not empty, ``off`` if the fixes are off, and
+    ``pending`` before the import of TransformerEngine.
 
-    ``digest`` has eight hexadecimal digits. It is equal in two processes if both versions, the active fixes and the
-    text of the edited modules are equal. Fixes in memory and baked fixes have the same digest.
+    ``digest`` has eight hexadecimal digits. Two processes have equal digests if ``te_version``, ``version``, the active
+    fixes and the texts of the changed modules are equal. It does not matter whether the fixes are baked or in memory.
     """
 
     te_version: str | None

@@ -16,7 +16,7 @@ def te_name(version: str | None) -> str:
 
 
 def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the ids of the fixes by their reason."""
+    """Return, for each different reason in ``reasons``, the ids of the fixes with this reason."""
     fixes: dict[str, list[str]] = {}
     for fix_id, reason in reasons.items():
         fixes.setdefault(reason, []).append(fix_id)
@@ -34,6 +34,6 @@ def count(number: int, noun: str) -> str:
 
 def print_stderr(text: str) -> None:
     """Write a line to file descriptor 2. Ignore errors, because a full disk must not end a job."""
-    if sys.__stderr__ is not None:  # else the descriptor may be another file
+    if sys.__stderr__ is not None:  # else descriptor 2 may belong to another file
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Remove unused parts of the *spine* (`te_graph_fixes/support/replay.py`) from the patches of fixes."""
+"""Remove from patches the unused parts of the *spine*: te_graph_fixes/support/replay.py and the edits that call it."""
 
 from __future__ import annotations
 
@@ -155,5 +155,5 @@ def _without_imports(text: str) -> str:
 
 
 def import_of(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> str:
-    """Return the line of an import with only these of its names."""
+    """Return an import statement as a line of text, with only these ``names``."""
     return ast.unparse(type(node)(**{**vars(node), "names": names})) + "\n"

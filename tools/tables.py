@@ -31,7 +31,7 @@ CONTAINERS = (
 
 
 def upstream() -> str:
-    """Return, as Markdown, the fixes of bugs that TE has fixed itself, and the fixes of publicly reported bugs."""
+    """Return, as Markdown, the fixes of bugs that TE has fixed itself, and of other bugs with public reports."""
     fixed = [f"`{fix.id}` in {fix.merged} ({_links(fix)})" for fix in CATALOGUE.values() if fix.merged]
     reported = [f"`{fix.id}` ({_links(fix)})" for fix in CATALOGUE.values() if fix.upstream and not fix.merged]
     others = len(CATALOGUE) - len(fixed) - len(reported)
@@ -62,7 +62,7 @@ def _name(link: str) -> str:
 
 
 def size() -> str:
-    """Return a sentence with the numbers of lines and modules that the fixes change in one version of TE."""
+    """Return two sentences with the numbers of lines and modules that the fixes change in the version `SHOWN`."""
     path = source(SHOWN)
     diff = python("-m", "te_graph_fixes", "diff", "--source", path).stdout
     files = [text for text in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:] if MANIFEST not in text]

@@ -1,9 +1,9 @@
 """Write the reports to TransformerEngine (TE), ready to send: ``python -m tools.upstream CHECKOUT FOLDER [FIX ...]``.
 
 The tool creates in FOLDER a folder for each report that applies to the checkout, with the text (``report.md``), the
-patch of the fix (``fix.patch``) and of its test in tests/pytorch/test_cuda_graphs.py (``test.patch``). ``git apply``
-applies these patches. ``fix.patch`` does not contain the fixes that its fix requires. They are in ``required.patch``,
-and the first line of the report names them. New modules get the header of the checkout's own graph.py.
+patch of the fix (``fix.patch``), and a patch that adds its test to tests/pytorch/test_cuda_graphs.py (``test.patch``).
+``git apply`` applies these patches. ``fix.patch`` does not contain the fixes that its fix requires. They are in
+``required.patch``, and the first line of the report names them. New modules get the header of the checkout's graph.py.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A bake in place first writes each new text next to its module, as ``graph.py.te-graph-fixes-new``, and the manifest
 ``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
 links the original as ``graph.py.te-graph-fixes-original``, and renames the new text to the module. The added modules
-come first, because the others import them, and graph.py comes last, because its changes activate the changes of other
-modules. TE can therefore be imported after each rename, and computes the same numbers without graphs. An undo renames
+come first, because changed modules import them, and graph.py comes last, because its changes activate the changes of
+other modules. TE can therefore be imported after each rename, and its eager training does not change. An undo renames
 the originals to their modules, in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a
-bake or an undo was killed, at the start of the next command.
+bake or an undo was killed, at the start of the next ``bake``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
-    """Return the texts before and after a bake of the manifest and of every module that the fixes change or add.
+    """Return, for the manifest and every module that the fixes change or add, the texts before and after a bake.
 
     The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The text
     before is "" for an added file. Each text has the line breaks of its file. The result is {} if there is nothing to
@@ -70,7 +70,7 @@ def unified(decision: Decision) -> Iterator[str]:
 
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Lock the TE in a folder. If another process has locked it, report that with ``note`` and wait up to a minute."""
+    """Lock TE's folder. If another process has locked it, call ``note`` with a message and wait up to a minute."""
     folder = os.open(location, os.O_RDONLY)
     try:
         for second in range(60):
@@ -98,7 +98,7 @@ def _lock_holder(folder: int) -> str:
 
 
 def write_in_place(source: Source, files: Mapping[str, tuple[str, str]]) -> None:
-    """Write fixed modules and their manifest into the files of TE. After an error or a signal, call `undo`."""
+    """Write fixed modules and their manifest into the files of TE. After an error or signal, the caller must `undo`."""
     root = Path(source.location).parent
     _require_inside(source, files)
     write_files(root, root, files, NEW)
@@ -144,7 +144,7 @@ def undo(source: Source, force: bool = False) -> str:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
-    """Write the new texts to a folder, with the permissions of the old files, or of ``__init__.py`` for new files."""
+    """Write the new texts to a folder, with ``suffix`` after each name, and mode and owner of the files in ``root``."""
     for path, (before, after) in files.items():
         file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)

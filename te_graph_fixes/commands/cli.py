@@ -313,7 +313,7 @@ COMMANDS: dict[str, argparse.ArgumentParser] = _commands.choices
 
 
 def _add(function: Callable[[argparse.Namespace], int], *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Register a function as a command, with the options of ``parents``."""
+    """Register a function as a command, with the options of ``parents``, and return the command's parser."""
     title, _, details = str(inspect.getdoc(function)).partition("\n\n")
     parser = _commands.add_parser(
         function.__name__.removeprefix("_"),
@@ -343,7 +343,7 @@ _modes = _of_bake.add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
 _modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
-# `__main__` starts this command.
+# This parser is only for the help, because `__main__` starts `run`.
 _commands.add_parser("run", help="Start a program with the fixes active in it and in its children")
 _add(_issue, _of_te)
 _add(_list, _as_json)

@@ -36,7 +36,7 @@ def unreached(command: Sequence[str]) -> list[str]:
 
 
 def _interpreter(path: str) -> str:
-    """Return the command in the first line of a script, or "" for another file."""
+    """Return the command in the first line of a script, or "" if the file is no script."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         first = file.readline(1000)
         return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_off():
         for part in unreached(command):
             _note(f"`{part}` drops the environment variables that activate the fixes. {_WITHOUT_RUN}")
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and the program would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the program would inherit this.
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, {**os.environ, **variables()})
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 def variables() -> dict[str, str]:
     """Return the variables that activate the fixes in every Python process, and the settings of this process.
 
-    PYTHONPATH begins with our folder, and PYTHONWARNINGS ends with our filter. A relative path to this package becomes
+    PYTHONPATH begins with `LAUNCHER`, and PYTHONWARNINGS ends with `FILTER`. A relative path to this package becomes
     absolute, because a child may change its working directory. Strict mode is on unless the user has turned it off.
     """
     inherited = os.environ.get("PYTHONPATH")

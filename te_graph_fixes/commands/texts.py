@@ -51,7 +51,7 @@ def summary_line(decision: Decision) -> str:
 
 
 def status(decision: Decision, everything: bool, where: str) -> Iterator[str]:
-    """Yield the lines of ``status``: a summary, a line for each bug, and the commands to use next."""
+    """Yield the lines of ``status`` (``everything``: ``status --all``): a summary, the bugs, and the next commands."""
     yield summary_line(decision)
     yield f"in {decision.source.location} (te-graph-fixes {__version__})"
     if conflict := settings_conflict(decision):

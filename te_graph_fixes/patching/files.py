@@ -1,4 +1,4 @@
-"""Compare the code of changes in the files of TransformerEngine with the code that this process runs."""
+"""Compare the baked code in TransformerEngine's files with the code that this process runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .installation import Changes, compile_patches, compiled, functions_of, load
 from .source import Source
 
 Code = Mapping[str, Mapping[str, str]]
-"""The digests of the code of the functions that each change edits, by ``module:function``."""
+"""For the name of each change, the digests of the functions that it edits, by ``module:function``."""
 
 
 def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
-    """Return the digests of the code of the functions that each change edits."""
+    """Return, for each change, the digests of the changed code of the functions that it edits, as in `Code`."""
     code: dict[str, dict[str, str]] = {owner: {} for owner in changes}
     for patch in compile_patches(source, changes):
         for owner in patch.owners:
@@ -27,7 +27,7 @@ def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
 def live_changes(source: Source, changes: Code) -> set[str]:
     """Return the names of the changes whose functions this process runs.
 
-    Digests of code depend on the version of Python. If a digest differs, its module is compiled here, which is slower.
+    Digests depend on the version of Python. After a mismatch, the module's file is compiled to compare the code itself.
     """
 
     @functools.cache
@@ -47,7 +47,7 @@ def live_changes(source: Source, changes: Code) -> set[str]:
 
 
 def code_digest(code: CodeType) -> str:
-    """Return a digest of everything in a function's code except its file. All processes return the same digest."""
+    """Return a digest of a function's code without its file name. The same Python always returns the same digest."""
     return hashlib.sha256(repr(_content(code)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 

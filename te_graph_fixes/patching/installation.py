@@ -114,7 +114,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
 
 
 def compile_patches(source: Source, changes: Changes) -> list[FunctionPatch]:
-    """Compile the functions that the ``changes`` edit or add.
+    """Compile the functions that the ``changes`` edit or add, and return a `FunctionPatch` for each function.
 
     Raise `InstallationError` for an edit that is outside the body of a function and does not add class methods.
     """
@@ -229,7 +229,7 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module. If its package is still the same, reuse the module of an earlier installation."""
+        """Add a support module. Reuse the module of an earlier installation, unless the package was imported again."""
         parent, _, child = name.rpartition(".")
         package = sys.modules[parent]
         known = _provided.get((package, child))
@@ -273,5 +273,5 @@ class Installation:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of a function, class, module or loader itself, or None if it is missing or inherited."""
+    """Return an attribute of a function, class or module, or None if it is missing or inherited."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)

@@ -3,8 +3,8 @@
 These are the rules for a pattern:
 
 - ``ANY`` and ``ANY_NAME`` match any expression. All occurrences of the same ``ANY_NAME`` match the same text.
-- ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. It is written ``*ANY`` if
-  Python requires a target.
+- ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. In the targets of an
+  assignment, write ``*ANY`` instead.
 - The keywords of a call match in any order. If the pattern's call contains ``...``, the source may have more keywords.
 - A ``def`` with ``...`` matches a function with at least the listed parameters and defaults, in any order.
 - A ``def`` without decorators, return type or annotations matches functions with any of these.
@@ -27,7 +27,7 @@ _NO_SYNTAX = ("ctx", "kind", "type_comment")
 _GAP = ast.Constant(...)
 
 Bindings = Mapping[Any, Any]
-"""The source nodes matched by the parts of a pattern: by each ``ANY_NAME``, and by each located node of the pattern.
+"""The source nodes matched by the parts of a pattern: by each ``ANY_NAME``, and by each ``located`` node (`Pattern`).
 
 ``...`` is bound to the first node in the gap, or to the next node if the gap is empty.
 """
@@ -41,7 +41,7 @@ class Match(NamedTuple):
 
 
 class Pattern:
-    """A pattern of statements or of one expression. The bindings of a match include the ``located`` nodes.
+    """A pattern of statements or of one expression. A match also binds the ``located`` nodes, where edits start or end.
 
     ``reached`` is the last line of the pattern that `match` has compared. Every line above it matched somewhere.
     """
@@ -175,7 +175,7 @@ def _parts(wanted: Any) -> list[str]:
 
 
 def _parameters(arguments: ast.arguments) -> dict[str, list[ast.AST]]:
-    """Map each name to its parameter and default (``...`` if there is none)."""
+    """Return each parameter by name, in a list with its default (``...`` if it has no default)."""
     by_place = zip_longest(reversed(arguments.args), reversed(arguments.defaults))
     by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {parameter.arg: [parameter, default or _GAP] for parameter, default in (*by_place, *by_name)}

@@ -10,8 +10,8 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
     +range(max(num_warmup_iters, 1))
 
 ``@@ FILE PLACE (NOTES)`` begins a hunk. docs/maintainers/adding-a-fix.md describes the notes, and the places to which
-``+`` lines are inserted. `rewriting` computes the edits. The error for a hunk that does not fit names its line in the
-patch.
+``+`` lines are inserted. `rewriting` computes the edits. The error for a hunk that does not fit contains the number of
+the hunk's line in the patch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADER = re.compile(rf"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: \((?P<not
 
 
 def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """Return the edits of a patch. Raise `UnrecognizedError` if a hunk does not fit."""
+    """Replace the words ``names`` in a patch and return its edits. Raise `UnrecognizedError` if a hunk does not fit."""
     for name, value in (names or {}).items():
         text = re.sub(rf"\b{name}\b", value, text)
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
@@ -106,7 +106,7 @@ def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line
 
 @dataclass(frozen=True)
 class Hunk:
-    """A hunk: its ``pattern`` (None: at the start of a function), and the ``changes`` at each match.
+    """A hunk: its ``pattern`` (None: insert at the start of a function), and the ``changes`` at each match.
 
     ``count`` is the required number of matches (None: at least one). ``result`` is the new side as a pattern (None: the
     hunk has no ``+`` lines). If ``result`` matches, the source already contains the hunk.

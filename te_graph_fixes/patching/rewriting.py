@@ -8,9 +8,9 @@
     +    y = x
      z = 1
 
-Here whole lines replace whole lines (`_replace_lines`). Without ``y = x``, both groups would be one statement of the
-same type. Then only the smallest expression that differs is replaced (`_replace_expression`): ``v`` by ``w``. So other
-fixes can edit the rest of the line, and its comments remain.
+Here whole lines replace whole lines (`_replace_lines`). Without ``y = x``, each group would be a single statement, of
+the same type in both. Then only the smallest expression that differs is replaced (`_replace_expression`): ``v`` by
+``w``. So other fixes can edit the rest of the line, and its comments remain.
 
 Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
 """
@@ -76,7 +76,7 @@ class Side:
         return [node for node in self._statements if self.lines[first_line(node) - 1] in lines]
 
     def spot(self, edge: int, line: Line, indent: int) -> Spot | None:
-        """Return the start or end of the statement with this indent on a line, or None if there is none."""
+        """Return the spot at which a statement with this indent starts or ends on a line, or None if none does."""
         for node in self._statements:
             number = first_line(node) if edge == START else node.end_lineno
             if node.col_offset == indent and self.lines[number - 1] == line and not (is_gap(node) and edge == END):
@@ -140,7 +140,7 @@ def _replace(old: Side, new: Side, removed: list[Line], added: list[Line]) -> li
 
 
 def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replacement:
-    """Return the replacement of whole lines, or their insertion below the statement above."""
+    """Return a replacement of whole lines, or an insertion of lines below the previous or above the next statement."""
     changed = removed or added
     first = changed[0]
     above = [line for line in old.lines if line.number <= changed[-1].number]
@@ -158,7 +158,7 @@ def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replace
 
 
 def _replace_expression(before: Any, new: Side, after: Any, added: list[Line]) -> list[Replacement]:
-    """Return the replacement of an expression. If it contains ``...`` or ``ANY``, only insert text around it."""
+    """Return replacements of an expression. If the new text has ``...`` or ``ANY``, insert text around the old."""
     start, end = span_with_parentheses(new.module, after)
     text = new.text(start, end)
     if not _UNKNOWN.search(text):
@@ -246,7 +246,7 @@ def _filled(definition: Definition, match: Match, text: str) -> str:
 
 
 def lines_of(definition: Definition, statement: Any) -> tuple[int, int]:
-    """Return the start and end of a statement's lines. Raise `UnrecognizedError` if it shares them with others."""
+    """Return the start and end of a statement's lines. Raise `UnrecognizedError` if other code is on them."""
     module, number = definition.module, first_line(statement)
     start, end = module.starts[number], module.starts[statement.end_lineno + 1]
     before, after = module.line(number)[: statement.col_offset], module.text[module.span(statement)[END] : end]

@@ -41,7 +41,7 @@ class UnrecognizedError(Exception):
 
 
 def unrecognized(wanted: str, where: object, found: str = "none") -> UnrecognizedError:
-    """Return the error for missing code. ``where`` is a `Definition` or a path."""
+    """Return the error for code that differs from the ``wanted`` code. ``where`` is a `Definition` or a path."""
     return UnrecognizedError(f"looked for {wanted} in {where}, found {found}")
 
 
@@ -64,7 +64,7 @@ class Source:
 
     @classmethod
     def installed(cls) -> Source:
-        """Return the TE of ``import transformer_engine``. Raise `TENotFoundError` if there is none."""
+        """Return the TE that ``import transformer_engine`` finds. Raise `TENotFoundError` if there is none."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a module without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
             if spec and spec.origin and spec.submodule_search_locations:
@@ -161,7 +161,7 @@ class ModuleSource:
 
     @cached_property
     def definitions(self) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-        """The classes and functions at module or class level by qualified name, without ambiguous names."""
+        """The classes and functions at module or class level by qualified name, except names that are defined twice."""
         by_name = defaultdict[str, list[ast.FunctionDef | ast.ClassDef]](list)
         pending = [("", self.tree.body)]
         for prefix, body in pending:
@@ -191,7 +191,7 @@ class ModuleSource:
         return self._offset(first.lineno, first.col_offset), self._offset(last.end_lineno, last.end_col_offset)
 
     def _offset(self, number: int, column: int) -> int:
-        """Return a character offset. Syntax trees count columns in UTF-8 bytes."""
+        """Return the character offset of a line and column of a syntax tree, which counts columns in UTF-8 bytes."""
         return self.starts[number] + len(self.line(number).encode()[:column].decode())
 
 

@@ -1,7 +1,6 @@
-"""Test processes in which TransformerEngine (TE), torch or wrapt is missing or old, with TE's real sources.
+"""Test processes without TransformerEngine (TE), with a missing or old wrapt, with forks, or with options of Python.
 
-Other tests of this file fork a process, or start Python with other options. `test_activation.py` tests the life cycle
-on a stand-in.
+The tests with TE use its real sources. `test_activation.py` tests the life cycle on a stand-in.
 """
 
 from __future__ import annotations

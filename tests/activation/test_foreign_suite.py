@@ -13,7 +13,7 @@ from tests.support.child import python
 pytestmark = pytest.mark.te
 
 WARNINGS = ("error", "ignore:`torch.jit:DeprecationWarning")
-"""Filters that turn every warning into an error, except torch 2.13's own warning for TE up to 2.17."""
+"""Filters that turn every warning into an error, except the warning of torch 2.13 that TE up to 2.17 uses torch.jit."""
 
 CONFTEST = "from tests import simulator\nsimulator.install()\n"
 

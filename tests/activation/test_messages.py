@@ -19,7 +19,7 @@ from tests.support.published import VERSIONS, examined
 
 @pytest.mark.parametrize("version", [VERSIONS[1], VERSIONS[-1]])
 def test_a_reason(version: str) -> None:
-    """On the oldest and the newest TransformerEngine, the reason of each verdict must be one short line."""
+    """On the oldest covered and the newest TransformerEngine, the reason of each verdict must be one short line."""
     for verdict in examined(version)[1].values():
         assert 0 < len(verdict.reason) <= 140, verdict.reason
         assert "\n" not in verdict.reason, verdict.reason

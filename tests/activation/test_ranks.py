@@ -1,4 +1,4 @@
-"""Test two ranks of ``torchrun`` under ``te-graph-fixes run``, with TransformerEngine (TE) on the simulator."""
+"""Test ranks of ``torchrun`` under ``te-graph-fixes run``, with TransformerEngine (TE) on the simulator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ os.write(1, f"rank {rank} {text}\\n".encode())
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """Return the arguments with which Python starts two ranks. OF_RANK_1 contains variables for rank 1 only."""
+    """Return the arguments with which Python starts two ranks. OF_RANK_N lists variables for rank N only."""
     (tmp_path / "job.py").write_text(JOB)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
     return ["-m", "te_graph_fixes", "run", *launch]
@@ -136,7 +136,7 @@ def test_ten_thousand_ranks() -> None:
     """Comparing 10,000 simulated ranks must take less than one second of CPU time and 4 MB of Python memory."""
     same, *error, different = simulate("-c", TEN_THOUSAND, imported=()).splitlines()
     for seconds, megabytes in (same.split(), different.split()):
-        assert float(seconds) < 1  # 0.06 on an idle computer
+        assert float(seconds) < 1  # 0.06 s on an idle computer
         assert float(megabytes) < 4
     assert "(10000 in the group)" in error[0]
     assert error[1].startswith("  ranks 0-2, 4-16, 40-9998: host=")

@@ -506,7 +506,7 @@ def train(wait, later):
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
 
-train(0, False)  # The environment starts this check.
+train(0, False)  # TE_GRAPH_FIXES_CHECK has started the first check.
 te_graph_fixes.check(2)
 train(1, True)
 te_graph_fixes.deactivate()

@@ -72,7 +72,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     Python runs the bytecode of the modules without comparing it with their texts.
     """
-    for fix_id in [*reversed(CATALOGUE)]:  # the end of the test restores the catalogue in its order
+    for fix_id in [*reversed(CATALOGUE)]:  # monkeypatch restores in reverse, so the catalogue keeps its order
         monkeypatch.delitem(CATALOGUE, fix_id)
     for fix_id, fix in FIXES.items():
         monkeypatch.setitem(CATALOGUE, fix_id, fix)
@@ -144,7 +144,7 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.chmod", "os.chown
 
 
 def in_child(work: Callable[[], int], at: int = 0, stop: int = 0) -> int:
-    """Call ``work`` in a fork, stop the fork at its write number ``at`` (from 1), and return its exit code.
+    """Call ``work`` in a fork, stop the fork at its write number ``at`` (0: never), and return its exit code.
 
     ``stop`` is the signal that stops the fork, or ENOSPC to simulate a disk that is full from this write on.
     """
@@ -182,7 +182,7 @@ def test_stopped_at_each_write(stop: int, small: Path, cli: Cli) -> None:
     """A stopped bake restores all modules, and an undo completes despite a signal.
 
     After SIGKILL, or after a write error of an undo, the first modules are baked and the others unchanged, until the
-    next command finishes the work.
+    next bake or undo finishes the work.
     """
     commands, before, original = commands_for(small), content(small), code(small)
     assert main(commands[0]) == 0
@@ -252,7 +252,7 @@ def append(*names: str) -> Callable[[Path], None]:
     def change(tree: Path) -> None:
         for name in names:
             (tree / name).write_text((tree / name).read_text() + "X = 1\n")
-        metadata = next(tree.glob("*.dist-info/METADATA"))  # another version is not always a new installation
+        metadata = next(tree.glob("*.dist-info/METADATA"))  # another version alone is not a reinstalled TE
         metadata.write_text(f"{metadata.read_text().strip()}+local\n")
 
     return change

@@ -1,4 +1,4 @@
-"""Test that graphs of a baked TransformerEngine (TE) are bit-identical to eager runs, on the simulator."""
+"""Test, on the simulator, that replays with a baked TransformerEngine (TE) are bit-identical to eager runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NONSENSE = {f"TE_GRAPH_FIXES_{name}": "nonsense" for name in ("DISABLE", "STRICT
 
 @pytest.mark.parametrize("variables", [{"TE_GRAPH_FIXES": "off", **NONSENSE}, {}], ids=["off", "on"])
 def test_a_baked_te_is_right_with_and_without_the_package(baked: Path, variables: dict[str, str]) -> None:
-    """Cases must be bit-identical. If the fixes are turned off, an invalid value of another variable is no error."""
+    """Cases must be bit-identical to eager runs. With fixes off, an invalid value of another variable is no error."""
     done = on_simulator("-m", "tests.verify.child", *CASES, path=baked, imported=(), **variables)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["case"]: (line["outcome"], line.get("error"), line["applied"]) for line in found} == {
@@ -136,7 +136,7 @@ def test_what_runs_is_compared_with_the_files(tmp_path: Path) -> None:
 
     _, *later, _ = live(after=BAKE.format(str(tree)))
     used, mode, active, missing, digest = live()
-    assert float(used) < 0.3  # 0.06 on an idle computer
+    assert float(used) < 0.3  # 0.06 s on an idle computer
     assert (mode, missing, later) == ("baked", "0", ["failed", "0", active])
     assert live(path="")[1:] == ["memory", active, "0", digest]
     for before, after in (("", REPLACED), (f"sys.pycache_prefix = {prefix!r}", "")):
@@ -160,7 +160,7 @@ def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, t
     results = {"": simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
     for (path, (_, text)), (following, _) in pairwise([*files.items(), ("", ("", ""))]):
         (tmp_path / path).write_text(text)
-        if not following.startswith("transformer_engine/pytorch/_te_"):  # until then, nothing imports the added modules
+        if not following.startswith("transformer_engine/pytorch/_te_"):  # nothing imports the added modules before this
             results[path] = simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
     assert set(results.values()) == {results[""]}, results
     assert list(results)[-1] == "transformer_engine/pytorch/graph.py"

@@ -65,7 +65,7 @@ def test_status_as_text(version: str, cli: Cli) -> None:
     assert second == f"in {source(version)}/transformer_engine (te-graph-fixes {te_graph_fixes.__version__})"
     affected = {fix: fix_of.symptom for fix, fix_of in CATALOGUE.items() if fix in needed(version)}
     assert listed(out) == affected
-    assert "bake" not in out  # With --source, no command may write into TE.
+    assert "bake" not in out  # With --source, `status` suggests no command that writes into TE.
     groups = [line for line in out.splitlines()[2:] if line and not line.startswith(" ")]
     members = {CATALOGUE[fix].group for fix in affected}
     assert groups == [f"{group}: can be fixed" for group in GROUPS if group in members]

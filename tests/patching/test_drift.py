@@ -49,7 +49,7 @@ def words(found: Mapping[str, Assessment]) -> dict[str, str]:
 
 
 def compiled(tree: Source, changes: Mapping[str, Assessment]) -> list[FunctionPatch]:
-    """Compile and return the changed functions. Fail if one reads an undefined name or needs another closure."""
+    """Compile and return the changed functions. Fail if one reads an undefined name or changes its free variables."""
     patches = compile_patches(tree, changes)
     for patch in patches:
         module = tree.module(patch.module)

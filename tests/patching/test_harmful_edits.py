@@ -105,7 +105,7 @@ IN_PART = [
         "\n    def begin_anew(self):\n        self.is_first_microbatch = True\n",
     ),
 ]
-"""Edits that leave only a part of an upstream fix, each as fix, module, pattern, and the text for the match."""
+"""Edits that leave only a part of an upstream fix, each as fix, module, pattern, and replacement of the match."""
 
 
 @pytest.mark.parametrize(("fix_id", "module", "pattern", "text"), IN_PART)

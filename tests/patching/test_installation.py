@@ -37,7 +37,7 @@ class StandIn:
         self.module: ModuleType = importlib.import_module(CODE)
 
     def edit(self, qualname: str, old: str, new: str) -> Change:
-        """Return a verdict that replaces the only ``old`` of a function with ``new``, at the same indent."""
+        """Return a `Change` that replaces the only match of ``old`` in a function with ``new``, at the same indent."""
         module = self.source.module(CODE)
         start, end = module.span(module.definition(qualname).one(old))
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
@@ -49,7 +49,7 @@ class StandIn:
         return change([edit._replace(end=edit.start)])
 
     def add(self, after: str, text: str) -> Change:
-        """Return a verdict that adds the definition ``text`` below the definition ``after``."""
+        """Return a `Change` that adds the definition ``text`` below the definition ``after``."""
         module = self.source.module(CODE)
         node = module.definition(after).node
         end = module.starts[(node.end_lineno or 0) + 1]

@@ -44,7 +44,7 @@ def hunk(change: str, notes: str = "") -> str:
     return f"@@ code.py run{notes}\n{change.rstrip()}\n"
 
 
-# A marked line consists of a mark, an indent and a statement. All statements have different names.
+# A marked line consists of a mark, an indent and a statement. All statements assign to different names.
 
 Marked = tuple[str, int, str]
 EXPRESSIONS = st.recursive(

@@ -15,7 +15,7 @@ CODE = "transformer_engine.pytorch.code"
 
 
 def tree(folder: Path, version: str = "2.12.0+5671fd36", name: str = "transformer_engine") -> Path:
-    """Return a source tree with one module and the metadata of a distribution."""
+    """Write a source tree with one module and the metadata of a distribution to ``folder``, and return ``folder``."""
     package = folder / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")

@@ -52,7 +52,7 @@ SRUN = """#!{python}
 import itertools, os, subprocess, sys
 options = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: word[:2] == "--", sys.argv[1:]))
 environment = dict(os.environ)
-if "--container-image" in options:  # the variables of the image replace those of the job
+if "--container-image" in options:  # the image's variables replace the job's variables
     own = {{"PYTHONPATH": {path!r}, "TE_GRAPH_FIXES": "image"}}
     environment |= {{name: value for name, value in own.items() if name not in options["--container-env"].split(",")}}
 assert options["--kill-on-bad-exit"] == "1"

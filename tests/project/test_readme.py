@@ -61,7 +61,7 @@ def beginning_of(command: str) -> str | None:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the lines of ``console`` blocks that begin with a prompt, without their comments.
+    """Return the lines of ``console`` blocks that begin with a prompt, without prompts and comments.
 
     A command that runs the package from a checkout is replaced by the installed command.
     """
@@ -76,7 +76,7 @@ HERE = [command for command in COMMANDS_OF_PAGES if beginning_of(command) is Non
 
 @pytest.mark.parametrize("command", HERE)
 def test_a_command_runs(command: str) -> None:
-    """The environments and tests of ``tox`` and pytest must exist. Other commands run, on TransformerEngine 2.14.0."""
+    """Environments of tox and tests of pytest must exist. Each other command must run, on TransformerEngine 2.14.0."""
     program, *arguments = shlex.split(
         re.sub(r"\.tox/te-sources/([\d.]+)", lambda found: str(source(found[1])), command)
     )

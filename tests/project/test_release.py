@@ -36,7 +36,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def build(folder: Path, umask: int = 0o022) -> Path:
-    """Build the sdist, and from it the wheel, in a copy of the tracked files. Return their folder."""
+    """Copy the tracked files to ``folder``, and build the sdist and from it the wheel. Return the folder of both."""
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
@@ -116,7 +116,7 @@ def test_versions_of_commits_differ(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     dist = build(checkout)
-    assert version_of(checkout) == f"{NEXT}.dev0"  # the version comes from the output of the build
+    assert version_of(checkout) == f"{NEXT}.dev0"  # from `_version.py`, which the build wrote
     shutil.rmtree(dist)
     git("init", "--quiet", "--initial-branch=main", folder=checkout)
     git("add", "--all", folder=checkout)

@@ -1,4 +1,4 @@
-"""Test the reports to TransformerEngine (TE): the test of each report fails without its patch and passes with it."""
+"""Test the reports to TransformerEngine (TE): the test of each report must fail without the fix and pass with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORTS = ROOT / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}
 SHOWN_FROM = {"stale-fp8-weights": 14}
-"""The minor version of TE from which a test fails. In older versions, the reset after the warmup hides the bug."""
+"""The first minor version of TE in which the test of a fix fails. Before, the reset after the warmup hides the bug."""
 
 
 def run_test(fix: str, only: str, te: TriedTE) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ def checkout_with_patch(fix: str, root: Path, folder: Path) -> Path:
 
 
 def checkout_of(root: Path, folder: Path) -> Path:
-    """Return a copy of a TE that also contains a file of tests."""
+    """Copy a TE to ``folder``, add a file of tests, and return the folder."""
     tests = copy_of(root, folder) / upstream.TEST_FILE
     tests.parent.mkdir(parents=True)
     tests.write_text("import torch\nfrom utils import reset_rng_states\n\nreset_rng_states()\n")
