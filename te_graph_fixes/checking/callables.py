@@ -168,7 +168,7 @@ class CheckedCallable:
         for name, expected in eager.items():
             is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
             if is_delayed and (values[name] is None or expected is None):
-                continue  # `backward_dw` computes the gradient. Until then, eager TE may return uninitialized memory.
+                continue  # Until `backward_dw` computes the gradient, eager TE may return uninitialized memory.
             if name in values:
                 self._check.compare(self._subject(when, name), values[name], expected, again[name])
 

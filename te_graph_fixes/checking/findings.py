@@ -41,7 +41,7 @@ from .lifetimes import PARAMETER, Lifetimes, Subject
 NOISE_FACTOR = 8
 """A relative error is a mismatch if it is larger than this multiple of the relative error of two eager runs."""
 MAX_NOISE = 0.1
-"""A tensor is not compared if two eager runs differ by more than this, because no kernel has written its memory."""
+"""A tensor is not compared if two eager runs have a larger relative error. Its memory is then uninitialized."""
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
@@ -104,7 +104,10 @@ class Check:
         return bool(self.references.index(reference) // layers == turn)
 
     def compare(self, subject: Subject, graphed: Any, eager: Any, again: Any, text: str = "") -> None:
-        """Compare the value of a graph with an eager run, and the eager run with its repetition (``again``)."""
+        """Compare the value of a graph with an eager run, and the eager run with its repetition (``again``).
+
+        A mismatch is described by ``text``, or by the relative error if ``text`` is empty.
+        """
         if isinstance(graphed, torch.Tensor) and isinstance(eager, torch.Tensor):
             noise = relative_error(again, eager)
             self._noise[subject.kind] = torch.maximum(noise, self._noise.get(subject.kind, noise))

@@ -83,7 +83,7 @@ class IsolatedParameters:
 class Engine:
     """An autograd engine that returns gradients instead of accumulating them.
 
-    It receives every backward in torch, including those of reentrant checkpoints.
+    It receives every backward in torch, including the backwards of reentrant checkpoints.
     """
 
     def __init__(self, isolated: IsolatedParameters, engine: Any, retain_graph: bool) -> None:
@@ -93,7 +93,7 @@ class Engine:
         return getattr(self._engine, name)
 
     def is_checkpoint_valid(self) -> bool:
-        """Return True to allow reentrant checkpoints, because the engine runs all nodes: all leaves are inputs."""
+        """Return True to allow reentrant checkpoints. All leaves are inputs, so the engine runs all nodes."""
         return True
 
     def run_backward(
@@ -138,7 +138,7 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """A recorder of the writes of torch operators to tensors that existed before. Its end undoes them.
+    """A recorder of the writes of torch operators to tensors from before its start. At its end, it undoes the writes.
 
     Writes by TE's kernels and by compiled functions are not recorded.
     """
@@ -179,7 +179,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
             tensor.data.copy_(before)
 
     def unshared(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the results ``values`` of the run, with copies of written tensors.
+        """Return the results ``values`` of the run, with copies of written tensors, because these will be restored.
 
         A result can be a written tensor, because a compiled function allocates without an operator.
         """

@@ -76,7 +76,7 @@ class Lifetimes:
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a send. Earlier sends to the same rank are complete too, because sends complete in order."""
+        """Wait for a send, and forget it with all earlier sends to the same rank, because sends complete in order."""
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]

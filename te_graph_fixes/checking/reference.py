@@ -67,7 +67,7 @@ class EagerReference:
     def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
         """Create the reference of ``module``. The other arguments are options of the capture."""
         self.module, self.name, self.refusal = module, type(module).__name__, ""
-        self.changes: list[tuple[str, torch.Tensor]] = []  # tensors of the job, and their errors after eager runs
+        self.changes: list[tuple[str, torch.Tensor]] = []  # names of the job's tensors, and their errors after runs
         self.callables: list[int] = []  # the numbers of the callables that have this reference
         self.graph_leaves_marks = False  # true after a replay that has not cleared `FIRST`, unlike an eager forward
         self.parameters: dict[str, Any] = dict(module.named_parameters())
@@ -79,13 +79,13 @@ class EagerReference:
         self._autocast = partial(autocast, enabled=enabled, recipe=recipe)
         of_torch = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         self._torch_autocast = torch.autocast("cuda", *of_torch, cache_enabled=False)
-        self.own: dict[Module, Values] = {}  # by submodule, its own entries of the `__dict__`
+        self.own: dict[Module, Values] = {}  # by submodule, the reference's own entries of its `__dict__`
         for submodule in module.modules():
             own = {name: copy.copy(x) for name, x in vars(submodule).items() if name in GRAPHED or "_hooks" in name}
             self.own[submodule] = own | copy.deepcopy(NO_CACHES)
 
     def first_microbatch_marks(self) -> dict[Module, bool | None]:
-        """Return ``is_first_microbatch``, set by Megatron-Core, of each submodule, or None for those without it."""
+        """Return the ``is_first_microbatch`` of each submodule (set by Megatron-Core), or None if it has none."""
         return {module: vars(module).get(FIRST) for module in self.own}
 
     def why_not_checked(self) -> str:
@@ -173,7 +173,7 @@ class EagerReference:
         return {f"amaxes of {name}": part.amax_history[0].clone() for name, part in parts.items()}
 
     def scaling(self, of: str = "scaling") -> Values:
-        """Return the delayed-scaling objects of all modules, by a readable name, or {} without delayed scaling."""
+        """Return the delayed-scaling states whose keys begin with ``of``, by a readable name, or {} if none exist."""
         parts = {}
         for name, module in self.module.named_modules():
             for meta in (vars(module).get("fp8_meta"), *(vars(module).get("_fp8_metas") or {}).values()):
@@ -195,7 +195,7 @@ class EagerReference:
         return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def state(self) -> State:
-        """Return the states of torch's generators, TE's trackers, Python and NumPy, and that of delayed scaling."""
+        """Return the random states of torch, TE's trackers, Python and NumPy, and the state of delayed scaling."""
         trackers = [state for state in get_all_rng_states().values() if isinstance(state, torch.Generator)]
         generators = [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()], *trackers]
         states: State = [(generator.set_state, generator.get_state()) for generator in generators]

@@ -4,8 +4,8 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2614 (TE 2.13), repor
 https://github.com/NVIDIA/Megatron-LM/issues/2999
 
 At its end, the `backward_dw` of a module runs the hooks registered by `register_wgrad_accumulation_and_reduce_hooks`.
-The `backward_dw` of a graphed callable only replays the graph. With the fix, it then runs the hooks of its modules, in
-the order of the modules.
+The `backward_dw` of a graphed callable only replays the graph. With the fix, it then runs the hooks of the callable's
+modules, in the order of ``modules()``.
 """
 
 from ..fix import Fix

@@ -17,7 +17,7 @@ PATCH = """
 @@ graph.py make_graphed_callables
 +def lacks_scales(m):
 +    if isinstance(m, TransformerEngineBaseModule):
-+        # Attention in FP8 has no parameters, but delayed scales, also in other recipes.
++        # Attention in FP8 has no parameters, but it has delayed scales even if the recipe is not delayed scaling.
 +        has_scales = is_delayed if list(m.parameters(recurse=False)) else attention_in_fp8
 +        return has_scales and not m.fp8_meta_tensors_initialized
 +    return is_delayed and isinstance(m, BasicOperation) and m._fp8_metas is None and m.num_quantizers("forward") > 0
@@ -27,7 +27,7 @@ PATCH = """
 +if cache_quantized_params or any(
 +    hasattr(m, "is_first_microbatch") or lacks_scales(m) for module in modules for m in module.modules()
 +):
-+    # Each replay would reset scales, or quantize cached weights again, that a capture creates.
++    # A capture must not create scales or cached weights, because each replay would reset or quantize them again.
 +    num_warmup_iters = num_warmup_iters or True
  saved_fp8_tensors = save_fp8_tensors(...)
 
@@ -50,7 +50,7 @@ FIX = Fix(
     symptom="a capture for training with num_warmup_iters=0 stops with KeyError",
     group="crashes",
     affects="callers of make_graphed_callables(num_warmup_iters=0)",
-    cost="one warmup iteration in a capture for training with num_warmup_iters=0",
+    cost="one warmup iteration in a capture with num_warmup_iters=0, for evaluation only if its modules need one",
     after=("nested-autocast",),
     patch=PATCH,
 )

@@ -6,8 +6,8 @@ Before a replay, TE registers the FP8 state of the modules that its forward hook
 the current autocast. This is wrong in six cases:
 
 1. A module is run by ``sub.forward(x)``, or a `te.ops.Linear` or another fused operation is captured by itself.
-2. A module runs in a ``te.autocast`` of its own. If the outer autocast has another recipe, it raises
-   ``AttributeError``.
+2. A module runs in a ``te.autocast`` of its own. If the outer autocast has another recipe, the program
+   stops with ``AttributeError``.
 3. A module is recomputed by ``te.checkpoint`` around the graph. The second forward uses newer scales than the first.
 4. A module computes FP8 attention in current scaling. TE computes parts of it in delayed scaling.
 5. A module is in a `te.ops.Sequential` that runs eagerly between its capture and its first replay.
@@ -17,9 +17,9 @@ the current autocast. This is wrong in six cases:
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
 the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
-itself restores only modules listed by ``modules()``, in the recipe of the capture. Without the fix, TE also tries to
-restore the state of operations that run without FP8 in the capture, and raises ``AssertionError``, because they have no
-state.
+itself restores only the states of modules listed by ``modules()``, in the recipe of the capture. Without the fix, TE
+also tries to restore the state of operations that run without FP8 in the capture, and raises ``AssertionError``,
+because they have no state.
 
 A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
 raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager

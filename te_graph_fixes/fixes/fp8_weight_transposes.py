@@ -31,6 +31,6 @@ FIX = Fix(
     symptom="FP8 parameters built under no_grad or set by quantize_master_weights: wrong dgrads (relative error 1.0)",
     group="FP8 state",
     affects="FP8 parameters (quantized_model_init) with quantize_master_weights (ZeRO), or built under no_grad",
-    cost="before a replay, one transpose for each weight without a valid one",
+    cost="before a replay, the transposition of each weight whose transpose is not valid",
     patch=REPLAY_STEPS + PATCH,
 )

@@ -1,7 +1,8 @@
 """Bug: each replay copies parameter gradients that no code reads.
 
-Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 mentions the slowdown,
-https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but is in no release up to 0.19.2.
+Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine/pull/2937 mentions the slowdown.
+https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but no Megatron-Core release up to
+0.19.2 contains it.
 
 From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns. With the fix, TE's shared dummies
 for wgrads in ``main_grad`` are not copied. In a capture, `LayerNormMLP` returns these dummies instead of its own

@@ -5,7 +5,7 @@ Upstream: none yet, TE 2.10 to main (TE up to 2.9 does not reduce in a capture)
 Experts may be captured after some steps, as in Megatron-Core, or captured again. The graph then contains the reduction
 for all modules registered at that time. Each replay of the backward rolls their amax histories and computes new scales,
 in addition to the update after the replay. With several ranks, the graph contains a collective. Other modules do not
-reduce amaxes during a capture, because TE does this at each replay. With the fix, GroupedLinear does not either.
+reduce amaxes during a capture, because TE does this at each replay. With the fix, neither does GroupedLinear.
 """
 
 from ..fix import Fix

@@ -69,7 +69,7 @@ UPSTREAM = """
 
 BY_ACCESSOR = "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
 BY_STATE = "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor"
-"""The two ways to read the skip flag: the accessor up to TE 2.14 and in #3298, the state in TE 2.15 to main."""
+"""The two ways to read the skip flag: the accessor up to TE 2.14 and in TE's #3298, the state in TE 2.15 to main."""
 
 
 def flag_read(source: Source) -> str:
@@ -80,7 +80,7 @@ def flag_read(source: Source) -> str:
 FIX = Fix(
     symptom="FP8 experts: outputs wrong after the first optimizer step (relative error 1.0), or wgrad norm ratio 0.577",
     group="gradients",
-    affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) and fp8_weight_caching (Megatron sets it)",
+    affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) with fp8_weight_caching (Megatron sets it)",
     affected_versions=">=2.10,<2.17",
     patch=PATCH,
     names={"FLAG": flag_read},

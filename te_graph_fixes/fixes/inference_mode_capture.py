@@ -22,7 +22,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after a capture under torch.inference_mode(), later ones raise 'Inplace update to inference tensor'",
+    symptom="after a capture under torch.inference_mode(), later captures raise 'Inplace update to inference tensor'",
     group="crashes",
     affects="cached FP8 weights (fp8_weight_caching) if the first capture runs under torch.inference_mode()",
     patch=PATCH,

@@ -8,8 +8,9 @@ even inside captured modules. In ``Sequential(Sequential(te.Linear), te.Linear)`
 `te.Linear` inside a layer also runs in bf16 if another `te.Linear` is captured together with the layer (relative error
 of outputs 0.06 to 1.47, any recipe). If a layer and a block that contains it are captured in one call with different
 values of ``enabled``, the layer ignores the autocast of the block. With the fix, only the outermost module enters the
-autocast of its capture. The modules that it calls run in the autocast of their caller. If a call contains one module
-twice with different values of ``enabled``, it raises `ValueError`, because TE knows only one value for each module.
+autocast of its capture. The modules that it calls run in the autocast of their caller. If one call of
+``make_graphed_callables`` contains a module twice with different values of ``enabled``, the call raises `ValueError`,
+because TE knows only one value for each module.
 """
 
 from ..fix import Fix
@@ -19,14 +20,14 @@ PATCH = """
  module_uses_fp8 = dict(...)
 +if any(module_uses_fp8[id(m)] != use_fp8 for m, use_fp8 in zip(modules, enabled)):
 +    raise ValueError(
-+        "make_graphed_callables got one module twice, with different values of `enabled`. Capture a module for each."
++        "make_graphed_callables got one module twice, with different values of `enabled`. Capture two modules instead."
 +    )
 @@
 +calls = []
 +
 +@contextlib.contextmanager
 +def outermost(autocast_of_module):
-+    # A module that another one calls, or recomputes in a backward, runs in the autocast of its caller.
++    # A module that another module calls, or recomputes in a backward, runs in the autocast of its caller.
 +    is_nested = calls or torch._C._current_graph_task_id() != -1
 +    calls.append(None)
 +    try:

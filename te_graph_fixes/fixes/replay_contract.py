@@ -20,7 +20,7 @@ PATCH = """
  per_callable_kwargs_keys = [list(kwargs.keys()) for kwargs in sample_kwargs]
 +from ._te_replay_contract_copies import with_own_inputs
 +
-+# With an order, callables share static inputs. Without one, each callable writes to its own.
++# With an order, callables share static inputs. Without an order, each callable writes to its own inputs.
 +sample_args, sample_kwargs = with_own_inputs(
 +    sample_args, sample_kwargs, _order is not None, _tree_flatten, _tree_unflatten
 +)
@@ -71,7 +71,7 @@ PATCH = """
 FIX = Fix(
     symptom="wrong numbers after the number of microbatches has grown, or after weights were offloaded and reloaded",
     group="replay preconditions",
-    affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; checkpoints",
+    affects="Megatron's --rampup-batch-size and --step-batch-size-schedule; offloaded weights; activation checkpoints",
     cost="each replay compares the modules, parameters and addresses of its callable",
     patch=REPLAY_STEPS + PATCH,
     requires=("leaf-grad-lifetime",),

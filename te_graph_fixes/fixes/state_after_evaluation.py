@@ -7,7 +7,7 @@ recipe. A replay does neither, and uses the tensors of the capture. With the fix
 each replay first does the work of an eager forward on these states. TE's hooks do not see modules run by
 ``sub.forward(x)``. The fix covers such modules if they run in the recipe of the capture.
 
-After a forward in another recipe, TE never updates the scales of a module's new state again. The fix does not change
+After a forward in another recipe, TE never updates the scales of a module's new state. The fix does not change
 this in eager training, and a graph computes the same numbers as eager training.
 """
 
@@ -26,7 +26,7 @@ PATCH = """
 """
 
 FIX = Fix(
-    symptom="after an evaluation in bf16 or another recipe, te.ops graphs raise, and checkpoints lose FP8 state",
+    symptom="after an evaluation in bf16 or another recipe, te.ops graphs raise errors, and checkpoints lose FP8 state",
     group="evaluation and checkpoints",
     affects="an evaluation in bf16 or another recipe between two training steps",
     requires=("fp8-state-at-replay",),

@@ -1,13 +1,13 @@
-"""Bug: layers with different static buffers share them.
+"""Bug: layers that need different static buffers share one buffer.
 
 Upstream: none yet, TE 2.10 to main
 
 TE reuses the static inputs of another layer if shape, dtype and layout agree. If these inputs need no gradient, the
 second layer returns no dgrad. If one tensor is both inputs of the first layer, the second layer's inputs overwrite each
-other. With the fix, a buffer is reused only if all properties of both sample arguments agree. These also include type,
-device, strides, whether a gradient is needed, and whether several tensors of a sample are the same tensor. Reused
-grad-output buffers are assigned to the outputs of the second layer that need gradients, which may be at other positions
-than in the first layer. For schedules with wgrads, the fix `backward-dw-order` plans the inputs.
+other. With the fix, a buffer is reused only if all properties of both sample arguments agree, including type, device,
+strides, whether a gradient is needed, and whether several tensors of a sample are the same tensor. Reused grad-output
+buffers are assigned to the outputs of the second layer that need gradients, which may be at other positions than in the
+first layer. For schedules with wgrads, the fix `backward-dw-order` plans the inputs.
 
 Several samples may share a constant: a tensor without a gradient, such as a rotary table. If layers have different
 tables, TE copies one over the other. With the fix, a constant is the static input of each of its samples.
@@ -26,7 +26,7 @@ PATCH = """
  fwd_sample_qs = {}
 @@
  sample_keys = sample_args_keys + sample_kwargs_keys
-+# A static buffer also has other properties from its sample argument.
++# Samples share a static buffer only if these properties agree too.
 +sample_kwargs_values = [v for _, v in sorted(sample_kwargs[per_callable_fwd_idx].items())]
 +sample_keys += tuple(signatures([*sample_args[per_callable_fwd_idx], *sample_kwargs_values], constants))
  ...
@@ -44,7 +44,7 @@ PATCH = """
 +        for k, own in sample_kwargs[per_callable_fwd_idx].items()
 +    }
 @@
-+# The buffers may come from a layer with other outputs that need no gradient.
++# The buffers may come from a layer in which other outputs need no gradient.
 +given_grad_outputs = iter([g for g in static_grad_outputs if g is not None])
 +static_grad_outputs = tuple(
 +    next(given_grad_outputs) if getattr(o, "requires_grad", False) else None for o in static_outputs

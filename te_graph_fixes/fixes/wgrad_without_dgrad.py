@@ -5,8 +5,8 @@ Upstream: none yet, TE 2.10 to main
 The autograd function of a graph receives the parameters that got a gradient in the backward of the warmup. Delayed
 wgrads are not among these gradients. If a first layer has no bias or norm, and its input needs no gradient, the
 function has no input that needs a gradient. Its output then needs no gradient either. If other layers follow, the wgrad
-graph of the first layer is replayed without its dgrad graph. With the fix, the function receives an empty tensor that
-needs a gradient if the outputs need a gradient. A callable with delayed wgrads receives this tensor even if its sample
+graph of the first layer is replayed without its dgrad graph. With the fix, if the outputs need a gradient, the function
+receives an empty tensor that needs a gradient. A callable with delayed wgrads receives this tensor even if its sample
 arguments need a gradient, because the inputs of a replay may need no gradient. A callable with a single parameter does
 not need this tensor, because its parameter is always an input of the function.
 """

@@ -8,10 +8,10 @@ from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_
 
 
 class FirstModule:
-    """TE's flag for the first FP8 module, at the replays of one graph. They take it only if the capture took it."""
+    """The flag for the first FP8 module, at replays of one graph. Replays take it only if the capture took it."""
 
     def __init__(self, replay: Any) -> None:
-        """Add the step to the replays of the graph if the capture took the flag."""
+        """Add `take` to the steps of ``replay`` if the capture took the flag."""
         self._replay = replay
         if replay.fp8_state.has_first_module:
             replay.add("forward deliver", "take first module", self.take)
@@ -27,10 +27,10 @@ class FirstModule:
         return is_first_module() and bool(used.has_first_module or used.has_own_backward)
 
     def take(self, ctx: Any, outputs: Any) -> Any:
-        """Take the flag if an input or a parameter needs a gradient, as an eager module does. Return ``outputs``.
+        """Take the flag in grad mode if an input or a parameter needs a gradient, as an eager module does.
 
-        ``ctx.needs_input_grad`` lacks parameters without a gradient in the capture, such as a router's, so the
-        parameters of all modules in the autocast are searched too.
+        Return ``outputs``. ``ctx.needs_input_grad`` lacks parameters that got no gradient in the capture, such as a
+        router's, so the parameters of all modules in the autocast of the capture are searched too.
         """
         in_autocast = self._replay.fp8_state.in_autocast
         if ctx.call.takes_grads and (any(ctx.needs_input_grad) or any(map(_is_trained, in_autocast))):
@@ -39,5 +39,5 @@ class FirstModule:
 
 
 def _is_trained(owner: Any) -> bool:
-    """Return whether a parameter of a module needs a gradient."""
+    """Return whether any parameter of ``owner``, a module or an operation, needs a gradient."""
     return any(parameter.requires_grad for parameter in owner.parameters())

@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After a warmup, restore the buffers and other tensors of the ``modules``, and the random states of the CPU.
+    """After a warmup, restore the tensors of the ``modules``, except parameters, and the random states of the CPU.
 
     Modules and tensors in lists, tuples and dicts of a module are restored too. A buffer that the warmup adds stays.
     TransformerEngine itself restores the random states of the GPU.
@@ -41,7 +41,7 @@ def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the modules and the tensors, except parameters, in a value, its containers and its modules."""
+    """Yield the modules and tensors (no parameters) at any depth of ``value``. ``seen`` are ids of visited values."""
     if id(value) in seen:
         return
     seen.add(id(value))

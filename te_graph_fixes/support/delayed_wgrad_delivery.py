@@ -2,7 +2,8 @@
 
 A replayed graph runs no Python, so the capture records these gradients, and each replay copies them to the ``.grad`` of
 their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.grad`` is replaced, and a bias's
-``.grad`` is set only if it is None. The graph itself adds gradients to ``main_grad``.
+``.grad`` is set only if it is None. If one tensor contains the biases of all experts, gradients are added to its
+``.grad``. The graph itself adds gradients to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
             if not parameter.requires_grad:
                 continue  # It was frozen after the capture.
             if not is_bias or parameter.grad is None:
-                parameter.grad = None  # frees its memory before the copy is allocated
+                parameter.grad = None  # frees the old gradient before the copy is allocated
                 parameter.grad = grad.clone()
             elif parameter.dim() > 1:  # one tensor for the biases of all experts: TransformerEngine adds to its .grad
                 parameter.grad.add_(grad)
@@ -95,7 +96,7 @@ def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
 
 
 def _stand_in(parameter: Parameter) -> Tensor:
-    """Return a placeholder for the ``.grad`` of a parameter: one element, expanded to its shape."""
+    """Return a placeholder for the ``.grad`` of a parameter: one element, expanded to the parameter's shape."""
     return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 

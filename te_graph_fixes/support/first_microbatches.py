@@ -22,7 +22,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 
 MARK = "is_first_microbatch"
 _listening: tuple[int, Callable[[Any, bool], Any]] | None = None
-"""The thread of a warmup or capture, and the function that gets the module and ``is_first_microbatch`` of its calls."""
+"""The thread id of a warmup or capture, and a function that gets each called module and its ``is_first_microbatch``."""
 _MISSING = object()
 
 
@@ -47,7 +47,7 @@ class SavedState:
             weights.update(before)
 
     def restore_marks(self) -> None:
-        """Restore each mark in its own object, so that no module gets an attribute that hides the mark of its class."""
+        """Restore each mark in the object that had it, so that no attribute of a module hides the mark of its class."""
         for owner, value in self._attributes:
             if vars(owner).get(MARK, _MISSING) is value:
                 continue
@@ -76,10 +76,10 @@ class FirstMicrobatches:
         self._caches_weights = caches_weights
 
     def restore(self) -> None:
-        """Restore the marks that the warmup has cleared, and note which marks are plain attributes of a class.
+        """After the capture, restore the marks from before the warmup.
 
         If the warmup passed only False to a module outside of all marked modules, also restore the weights that the
-        module had cached before the warmup. If there were none, the first replay of the module quantizes the current
+        module had cached before the warmup. If it had cached none, the first replay of the module quantizes the current
         weights, as an eager forward would.
         """
         self._saved.restore_marks()
@@ -130,7 +130,7 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def _listen(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
-        """While active, send each call to ``listener``, and hide TE's shared flag if the capture caches no weights."""
+        """While active, pass module calls to ``listener``. Hide TE's shared flag if the capture caches no weights."""
         global _listening
         shared = state.skip_fp8_weight_update_tensor
         if not self._caches_weights:
@@ -143,12 +143,13 @@ class FirstMicrobatches:
             _listening = None
 
     def _flag_of(self, flags: GraphFlags, as_first: _AsFirst, module: Any, is_first: bool) -> torch.Tensor | None:
-        """Return the flag that a call of ``module`` reads, or None if the call does the same in each replay.
+        """Return the flag that a call of ``module`` reads, or None if each replay repeats the call unchanged.
 
         A module that is called with False each time gets no flag, and its graph reuses the weights of an earlier call.
         A module without a mark that the warmup also called with True gets the constant flag, so its graph quantizes the
         weights at each replay. A module that fuses wgrads gets no flag while its mark is True, because a flag would
-        keep the graph from overwriting ``main_grad``. A replay repeats a call with True that gets no flag.
+        keep the graph from overwriting ``main_grad``. If a call with True gets no flag, each replay of the call treats
+        its microbatch as the first.
         """
         owner = flags.owners.get(module)
         is_marked = owner is not None and owner.is_first_microbatch
@@ -172,8 +173,8 @@ class FirstMicrobatches:
 class _AsFirst:
     """The marked modules that each replay treats as in a first microbatch, whatever the marks are by then.
 
-    Their calls with ``is_first_microbatch=True`` overwrite ``main_grad`` if the replay is ``in_training``, or
-    ``always`` quantize weights with the newest scale of delayed scaling.
+    The capture called them with ``is_first_microbatch=True``. ``in_training`` are modules whose ``main_grad`` each
+    replay in training overwrites. ``always`` are modules whose weights each replay quantizes with the newest scales.
     """
 
     def __init__(self) -> None:
@@ -181,11 +182,11 @@ class _AsFirst:
         self.in_training: set[Any] = set()
 
     def check_forward(self, call: Any) -> None:
-        """Raise RuntimeError if the replay of a forward is not of a first microbatch."""
+        """Raise RuntimeError if a forward is replayed for another microbatch than the first."""
         self._require_first(self.always | self.in_training if call.takes_grads else self.always)
 
     def check_backward(self, _ctx: Any) -> None:
-        """Raise RuntimeError if the replay of a backward with a recomputation is not of a first microbatch."""
+        """Raise RuntimeError if a backward with a recomputation is replayed for another microbatch than the first."""
         self._require_first(self.always | self.in_training)
 
     def _require_first(self, owners: set[Any]) -> None:
@@ -215,7 +216,7 @@ class GraphFlags:
         """The modules and classes with a mark that the forward does not clear."""
 
     def note_kept_marks(self) -> None:
-        """Note the marks that the captured forward has not cleared: those of classes, and those that are still True."""
+        """Note the marks that the captured forward has not cleared: marks of classes, and marks that are still True."""
         places = {owner: _place_of_mark(owner) for owner in self._marked}
         self._kept = {place for owner, place in places.items() if place is not owner or owner.is_first_microbatch}
 
@@ -280,7 +281,7 @@ def _refuse_reuse(call: Any) -> None:
 def flag_of_capture(module: Any, is_first: bool) -> torch.Tensor | None:
     """Return the flag for a call of ``module`` in a warmup or capture, or None if the call needs none.
 
-    On a GPU, autograd runs the recomputations of a captured backward in a thread of its own.
+    Calls in other threads get no flag, except the recomputations of a captured backward in autograd's own thread.
     """
     if _listening is None:
         return None

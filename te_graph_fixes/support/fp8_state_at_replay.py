@@ -64,7 +64,7 @@ class UsedState:
     owners: dict[Any, None] = field(default_factory=dict)
     """The modules and operations that compute in FP8, in any recipe."""
     in_autocast: dict[Any, bool] = field(default_factory=dict)
-    """The owners in the autocast of the capture. True if an owner has a recipe of its own, as in attention."""
+    """For each owner in the autocast of the capture, whether it has a recipe of its own, as in attention."""
     fusers: list[Any] = field(default_factory=list)
     """The `OperationFuser`s of `te.ops` that compute in FP8."""
     has_first_module: bool = False
@@ -74,7 +74,7 @@ class UsedState:
     of_checkpoints: list[bool] = field(default_factory=list)
     """The flag at the start of each `te.checkpoint`. A recomputation restores it."""
     updates_scales: bool = False
-    """True if the end of an autocast inside the captured module updates scales in a replay outside of autocasts."""
+    """True if a replay outside of autocasts must update scales, because an autocast ends inside the captured module."""
     updated_inside: bool = False
     """True if a state is used before and after the end of an autocast inside the captured module."""
     updated_in_backward: bool = False
@@ -101,7 +101,7 @@ class UsedState:
             raise RuntimeError(_UPDATED_INSIDE)
 
     def register(self, _call: Any) -> None:
-        """Register the states for updates, in the recipe of the current autocast."""
+        """Register the states for scale updates, with their own recipe or the recipe of the current autocast."""
         manager = FP8GlobalStateManager
         if manager.is_fp8_enabled():
             for fp8_meta, own in self.in_capture:
@@ -227,7 +227,10 @@ class Capture:
             module.fp8 = in_fp8
 
     def use(self, owners: list[Any], fp8_metas: list[dict[str, Any]], needs_backward: bool, of_module: bool) -> None:
-        """In the warmup, save the values of delayed-scaling states. In the capture, note these and all ``owners``."""
+        """In the warmup, save the values of delayed-scaling states. In the capture, note the states and the ``owners``.
+
+        ``needs_backward`` is True if the forward has a backward. ``of_module`` is False for operations of `te.ops`.
+        """
         delayed = [fp8_meta for fp8_meta in fp8_metas if _delayed_states(fp8_meta)]
         if not torch.cuda.is_current_stream_capturing():
             for fp8_meta in delayed:
@@ -263,7 +266,7 @@ class Capture:
             self.used.updates_scales = True
 
     def end_forward(self, module: Any) -> None:
-        """Note whether the autocast of the capture enables FP8, the modules in FP8, and the flags of checkpoints."""
+        """Note whether the capture's autocast enables FP8, which modules run in FP8, and the flags of checkpoints."""
         self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
         flags = activation_recompute_forward._is_first_fp8_module
         self.used.of_checkpoints = [flag for used, flag in flags if used is self.used]
@@ -310,7 +313,7 @@ class Capture:
 
 
 def begin_capture() -> Capture:
-    """Begin the warmup of a capture in this thread."""
+    """Begin the warmup of a capture in this thread, and return the `Capture`."""
     capture = Capture()
     FP8GlobalStateManager.fp8_capture = weakref.ref(capture, _forget)
     return capture
@@ -349,7 +352,7 @@ def use_fp8_state(module: torch.nn.Module, inp: torch.Tensor) -> None:
 
 
 def use_fp8_state_of_operations(fuser: Any) -> None:
-    """Note the FP8 states of operations during their forward.
+    """Note the FP8 states of the operations in ``fuser`` during their forward.
 
     TE registers the state of an operation when it creates the state, but not in a capture. Therefore, operations that
     have been captured register their states in every eager forward, as modules do.

@@ -1,6 +1,6 @@
 """Update the FP8 weights of a graph before each replay of its forward.
 
-Before an eager module uses a weight, it computes a missing transpose, or looks up the last workspace. A replay runs no
+Before an eager module uses a weight, it computes a missing transpose, or looks up its cached weight. A replay runs no
 Python, so the classes below do this work before a replay, on the tensors whose addresses are in the graph.
 """
 
@@ -24,7 +24,7 @@ class PrimaryWeights:
     """
 
     def __init__(self, replay: Any, module: Any) -> None:
-        """Add the step to the replays of the graph if a parameter has columnwise data."""
+        """Add `refresh` to the steps of ``replay`` if a parameter of ``module`` has columnwise data."""
         parameters: Iterable[Any] = getattr(module, "parameters", tuple)()
         quantized = [(parameter, _tensors(parameter, COLUMNWISE)) for parameter in parameters]
         self._held = [(parameter, tensors) for parameter, tensors in quantized if tensors]
@@ -55,7 +55,7 @@ class CachedWeights:
     """
 
     def __init__(self, replay: Any, module: Any) -> None:
-        """Add the step to the replays of the graph if its modules cache weights."""
+        """Add `refresh` to the steps of ``replay`` if ``module`` or a submodule caches weights."""
         self._held = [
             (owner, name, weight, _tensors(weight, vars(weight)))
             for owner in getattr(module, "modules", tuple)()
@@ -65,7 +65,7 @@ class CachedWeights:
             replay.add("forward prepare", "refresh cached weights", self.refresh)
 
     def refresh(self, call: Any) -> None:
-        """Synchronize the cached weights of the graph and of its modules, which eager calls share."""
+        """Synchronize the cached weights of the graph with the cached weights of its modules, which eager calls use."""
         if (reuses := call.reuses_weights) is None:
             return
         for owner, name, weight, tensors in self._held:

@@ -15,7 +15,7 @@ from typing import Any
 def record_marks(replay: Any, inputs: Sequence[Any]) -> Iterator[None]:
     """Make each replay of a captured backward set the attribute on those ``inputs`` on which the capture sets it.
 
-    Inputs whose attribute is already True have False during the backward of the capture, and True again afterwards.
+    An attribute that is already True is set to False for the backward of the capture, and to True again afterwards.
     """
     marked_before = _marked(inputs)
     for tensor in marked_before:

@@ -221,7 +221,7 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
 
     Element ``i`` of the result lists callables by `Plan.index`, or is []. After entry ``i`` begins, no code reads the
     gradients that the dgrads of these callables return. Only first layers of chunks are listed, because TE's own rule
-    is correct for the others. Raise ValueError for an illegal order.
+    is correct for all other layers. Raise ValueError for an illegal order.
 
     The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
     a forward each, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The
@@ -289,9 +289,9 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and after the forwards that follow it and continue a model chunk.
+    """Return the position after ``dgrad`` and after the forwards that follow it in a model chunk.
 
-    This is the model chunk of the last forward before ``dgrad``.
+    These forwards continue the model chunk of the last forward before ``dgrad``.
     """
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)

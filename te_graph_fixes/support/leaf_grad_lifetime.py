@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_copies(replay: Any, static_grads: Sequence[Any], user_inputs: int) -> None:
-    """Make replays return copies of the gradients of leaf inputs, or of any inputs in ``ctx.call.copied_inputs``.
+    """Make replays return copies of the gradients of leaf inputs. `replay-contract` may add other inputs.
 
     ``static_grads`` are the gradients in graph memory, or None for an input without a gradient. The first
     ``user_inputs`` of them belong to the user's inputs, the rest to parameters. TE's autograd function returns all

@@ -14,8 +14,8 @@ ATTRIBUTE = "_te_has_plain_scales"
 def has_plain_scales(module: Any) -> bool:
     """Return whether the weights of ``module`` have plain scales because a capture uses or has used the module.
 
-    The first call in a warmup converts the weights that eager calls have cached. In the capture itself, this conversion
-    would become part of the graph.
+    The first call in a warmup also converts the swizzled scales that eager calls have cached to plain scales. In the
+    capture itself, this conversion would become part of the graph.
     """
     if ATTRIBUTE in module.__dict__:
         return True
@@ -33,6 +33,6 @@ def has_plain_scales(module: Any) -> bool:
 
 
 def _plain(scales: Tensor) -> Tensor:
-    """Return swizzled scales as a matrix. A GEMM reads tiles of 128 x 4 scales, whose rows lie in groups of 32."""
+    """Return swizzled scales in row-major order. A GEMM reads tiles of 128 x 4 scales, with rows in groups of 32."""
     rows, columns = scales.shape
     return scales.view(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)

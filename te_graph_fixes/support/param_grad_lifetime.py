@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ReturnedGrads:
-    """A function that returns the static buffers ``grads`` of a replayed backward, or copies if ``copied`` is true.
+    """A function that returns ``grads``, static buffers of a replayed backward. ``copied`` marks buffers to copy.
 
     For each dtype, one kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes
     into one block of memory. Due to these sizes, each copy is aligned in this block as in memory of its own.

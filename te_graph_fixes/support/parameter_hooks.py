@@ -16,7 +16,7 @@ def hooks_disabled(function: Any) -> Iterator[None]:
     These are hooks on a gradient, hooks after its accumulation, and hooks on the node that accumulates it (as in
     data-parallel wrappers). The handles of the hooks stay valid.
     """
-    # In inference mode no backward is recorded.
+    # In inference mode, autograd records no backward, so no hook can run.
     is_module = isinstance(function, torch.nn.Module) and not torch.is_inference_mode_enabled()
     parameters = function.parameters() if is_module else ()
     registries = [hooks for parameter in parameters if parameter.requires_grad for hooks in _hooks(parameter)]

@@ -24,9 +24,9 @@ class ScaleUpdates:
         self._stream = torch.cuda.current_stream()
 
     def leave_to_replays(self, kind: str) -> bool:
-        """Return whether an update of scales belongs to the capture, and note the update if it does.
+        """Return whether an update of scales belongs to the capture, and note the ``kind`` of the update if it does.
 
-        Other threads may update scales too.
+        Updates in other threads do not belong to the capture, unless autograd runs its backward there.
         """
         is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
         if is_of_capture:
@@ -60,7 +60,8 @@ def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[No
 class _Steps:
     """The steps of a backward with a recomputation.
 
-    ``first_modules`` are the values of the flag of the first FP8 module at the checkpoints of the graph.
+    ``kinds`` are the updates that the capture omitted. ``flag`` is the skip flag. ``first_modules`` are the values of
+    the flag of the first FP8 module at the checkpoints of the graph.
 
     A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
     microbatches, the end of this inner autocast updates no scales, and its start does not set the flag.
@@ -81,7 +82,7 @@ class _Steps:
     def take_update(self, ctx: Any) -> Callable[[], None]:
         """Prevent TE's update of the backward's scales, because the update of the forward's scales comes first.
 
-        Return a function that restores ``ctx.is_first_module``.
+        Return a function that sets ``ctx.is_first_module`` to whether `update` updates the backward's scales.
         """
         has_first_module = not autocast_depth() or (ctx.call.was_first_module and any(self._first_modules))
         ctx.call.updates_backward = updates = ctx.is_first_module or (has_first_module and "backward" in self._kinds)

@@ -12,9 +12,9 @@ forward deliver   after the replay, before autograd records the outputs         
 backward check    at the start of `Graphed.backward`                                  ctx (``ctx.call``: the call)
 backward prepare  before TE copies grad outputs and replays the dgrad                 ctx
 backward deliver  after the replay of the dgrad and TE's update of FP8 scales         ctx, gradients -> gradients
-wgrad check       in `backward_dw`, if a wgrad was captured                           none
-wgrad prepare     before the replay of the wgrad                                      None
-wgrad deliver     after the replay of the wgrad, before TE runs hooks of gradients    none
+wgrad check       in `backward_dw`, if a wgrad was captured                           no arguments
+wgrad prepare     before the replay of the wgrad                                      ``None``
+wgrad deliver     after the replay of the wgrad, before TE runs hooks of gradients    no arguments
 ================  ==================================================================  ==============================
 
 Only a check may refuse a replay, by raising an error. A check writes only to its call, so a refused replay changes no
@@ -77,7 +77,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "note first module",
         "resume recipe states",  # before these states are registered, and before weights are quantized with them
         "register states of TE",
-        "register states of capture",  # after TE's, which does not know that attention has a recipe of its own
+        "register states of capture",  # after TE's states, because TE does not know attention's own recipe
         "use copied scales",  # after the registrations, because a recomputation exchanges the values of these states
         "recompute transposes",
         "use own skip flag",
@@ -88,7 +88,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "forward deliver": (
         "update scales",
         "take first module",
-        "note replay",  # before the copies, because it determines whether outputs are copied
+        "note replay",  # before the copies, because this step determines whether outputs are copied
         "copy outputs",
         "mark outputs without gradients",  # after the copies, because autograd has to know the returned tensors
     ),
@@ -100,7 +100,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "backward prepare": ("fill skip flag", "take scale updates", "lend generators"),
     "backward deliver": (
-        "note replay",  # before the copies, because it determines which gradients are copied
+        "note replay",  # before the copies, because this step determines which gradients are copied
         "update scales",
         "mark weights",
         "copy input gradients",
@@ -121,7 +121,7 @@ class Call:
 
     resumed: Sequence[Any] = ()  # pairs of a module and the graph's recipe states, which become the module's states
     copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
-    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module before
+    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module yet
     updates_backward = False  # True if a step of its backward, instead of TE, updates the scales of all backwards
     in_backward = False  # True if the forward was run in a backward
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint
@@ -184,7 +184,7 @@ class Replay:
                 return_state()
 
     def check(self, **facts: Any) -> Call:
-        """Return the `Call` of a forward, created from ``facts``. The checks raise an error if it must not run."""
+        """Return the `Call` of a forward, created from ``facts``. A check raises an error if it refuses the call."""
         call = Call(**facts)
         for step in self._steps["forward check"]:
             step(call)
@@ -231,7 +231,7 @@ class Replay:
             step()
 
     def reset(self) -> None:
-        """Drop the FP8 state, the record and all steps before TE resets the graphs. Later replays raise an error."""
+        """Drop all facts and all steps before TE resets the graphs. Later replays raise an error."""
         self.fp8_state = self.skip_flags = self.record = None
         self._steps = {phase: [self._refuse] if phase.endswith("check") else [] for phase in ORDER}
 

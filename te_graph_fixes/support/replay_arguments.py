@@ -58,8 +58,8 @@ class SampleArguments:
         """Raise `TypeError` or `ValueError` if the arguments of a replay differ from the sample arguments.
 
         A tensor of another dtype causes an error only if it is quantized and the recipe is delayed scaling. Otherwise,
-        the replay casts it. Outside of `torch.autocast`, a cast between other dtypes causes one warning for each
-        combination of dtypes.
+        the replay casts it. Outside of `torch.autocast`, the cast of a tensor that is not quantized causes a warning,
+        once for each combination of dtypes.
         """
         if (given := _properties(call.inputs)) != self._properties:
             self._compare(*given, call)
@@ -141,8 +141,8 @@ class SampleArguments:
         """Raise ValueError for an ignored keyword argument that is or holds a tensor.
 
         For a module with a `__call__` of its own that was captured without keywords, a tensor only causes a warning.
-        Megatron's layers have such a `__call__`, so the capture ran another function than `forward`. Megatron captures
-        layers without attention with only their hidden states, but then passes its attention mask to them.
+        Megatron's layers have such a `__call__`, so the capture ran another function than `forward`. For a layer
+        without attention, Megatron's only sample argument is the hidden states, but replays also get an attention mask.
         """
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
         own_call = isinstance(self._function, torch.nn.Module) and type(self._function).__call__ is not _CALL
@@ -191,7 +191,8 @@ def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outpu
     """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
 
     ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
-    no backward was captured. A capture under `torch.no_grad` adds no step, because it shows no outputs with gradients.
+    no backward was captured. A capture under `torch.no_grad` adds no step, because it does not show which outputs need
+    a gradient.
     """
     needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
     if grad_outputs is not None:

@@ -1,7 +1,7 @@
 """Run the eager forward of a captured module to decide whether a replay with other arguments is correct.
 
 The capture does not show how the module uses the shape of an argument, and autograd records nothing about an input
-without a gradient. The forward runs once for each question, and only if the replay would raise otherwise.
+without a gradient. Each question is answered only once, and only if the replay would raise an error otherwise.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ no code can determine which of these tensors the operations will still read. Two
 2. The recomputation must not overwrite referenced tensors:
 
    - gradients of the current run of replays (a sequence of replays in the order of their captures), unless their
-     backward was captured before the forward
-   - outputs of another microbatch, unless the forward was captured between their forward and their backward
+     backward was captured before the recomputed forward
+   - outputs of another microbatch, unless the recomputed forward was captured between their forward and their backward
 
    Outputs of the same microbatch are computed again, with the same values.
 
@@ -67,7 +67,7 @@ class Preconditions:
     """
 
     def __init__(self, replay: Any) -> None:
-        """Add the steps to the replays of the graphs."""
+        """Add `copy_outputs`, and the methods that check or note a replay, to the steps of ``replay``."""
         self._record: Record = replay.record
         self._dgrad_time = 0
         self._recomputed: list[int] = []
@@ -116,7 +116,7 @@ class Preconditions:
         call, record, pool = ctx.call, self._record, self._record.pool
         in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
-            # A recomputation for a backward writes the values of an earlier forward again.
+            # A recomputation for a backward writes the values of an earlier forward again, so no version changes.
             self._inputs, self._since = None, NEVER
         elif self._inputs is None or not self._repeats_last_forward(self._inputs, plain_tensors(call.inputs)):
             # The new version makes autograd raise an error if an eager operation still needs the old values.
@@ -179,7 +179,7 @@ class Preconditions:
                 self._require_harmless(other)
 
     def _require_intact_outputs(self, other: Record, inputs: set[int]) -> None:
-        """Raise RuntimeError if the outputs of another callable or microbatch break rule 1 of recomputation."""
+        """Raise RuntimeError if outputs of ``other`` that the recomputation may read are no longer intact (rule 1)."""
         pool = self._record.pool
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
@@ -188,7 +188,7 @@ class Preconditions:
             pool.require_untouched(reader, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Record) -> None:
-        """Raise RuntimeError if the gradients or outputs last returned by ``other`` break rule 2 of recomputation."""
+        """Raise RuntimeError if the recomputation may overwrite referenced tensors that ``other`` returned (rule 2)."""
         record, pool = self._record, self._record.pool
         grads_time = pool.time(other.backward)
         if grads_time > pool.time(other.forward):
@@ -214,7 +214,7 @@ class Preconditions:
                 "its main_grad. Capture again."
             )
         if call.has_hooks and not call.in_backward and self._recomputed == [pool.time(record.forward)]:
-            # A checkpoint without reentrant autograd has recomputed the forward once. This backward reads its new data.
+            # A checkpoint without reentrant autograd has recomputed the forward once. This backward reads new values.
             since = pool.time(record.forward)
         elif since >= self._since:
             since = pool.time(record.forward)  # later forwards computed the same values

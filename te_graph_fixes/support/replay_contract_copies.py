@@ -19,11 +19,11 @@ def with_own_inputs(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return the sample arguments of a capture. Inputs that share a tensor that needs a gradient get copies of it.
+    """Return the sample arguments of a capture, in which no two inputs share a tensor that needs a gradient.
 
-    The first input keeps the tensor. If inputs ``are_handed_on`` between callables, only inputs of the same callable
-    get copies. A tensor without a gradient, such as a mask, stays shared, because it has the same values for all
-    inputs. A parameter stays shared too, because no replay writes it.
+    The first input keeps the tensor, and each other input gets a copy. If inputs ``are_handed_on`` between callables,
+    inputs of different callables may share the tensor. A tensor without a gradient, such as a mask, stays shared,
+    because it has the same values for all inputs. A parameter stays shared too, because no replay writes it.
     """
     seen: set[int] = set()
     samples = []

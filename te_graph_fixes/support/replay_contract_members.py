@@ -42,7 +42,7 @@ class UsedMembers:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note the members that a forward uses, unless another profiler or `__getattr__` is active."""
+        """Note the members that a forward uses, unless a profiler is active or `Module.__getattr__` was replaced."""
         self._is_recorded = sys.getprofile() is None and LOOKUP.co_varnames[:2] == ("self", "name")
         if self._is_recorded:
             sys.setprofile(self._note)
@@ -116,7 +116,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 class CallableTensors:
-    """The members of a callable that its graphs use, and the tensors that the graphs read, or add to (``fused``).
+    """The members and tensors of a callable that its graphs use. The graphs add to the ``main_grad`` of ``fused``.
 
     The members must be the same objects as at the capture. Other members may be added, replaced or removed, because
     neither the graphs nor the module use them. ``returned`` maps the parameters that are inputs of the graphs to the
@@ -225,8 +225,8 @@ def _has_address(owner: Any, name: str) -> bool:
 def _is_fused(weight: torch.Tensor, grad: torch.Tensor | None, may_fuse: set[torch.Tensor]) -> bool:
     """Return whether the backward added the wgrad of ``weight`` to its ``main_grad``.
 
-    In this case, the dgrad returned a dummy and set ``grad_added_to_main_grad``, or it returned no ``grad``. Without a
-    ``grad``, the wgrad was delayed unless the module fuses wgrads. ``may_fuse`` are the weights of modules that fuse.
+    In this case, the dgrad returned a dummy and set ``grad_added_to_main_grad``, or it returned no ``grad``. A delayed
+    wgrad has no ``grad`` either, so ``weight`` must then be in ``may_fuse``, the weights of modules that fuse wgrads.
     """
     is_marked = bool(getattr(weight, "grad_added_to_main_grad", False))
     return _has_address(weight, "main_grad") and (is_marked or (grad is None and weight in may_fuse))

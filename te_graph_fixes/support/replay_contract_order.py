@@ -53,7 +53,7 @@ class MemoryPool:
             self._released.append(position)
 
     def time(self, position: int) -> int:
-        """Return the time of the last replay of the graph at ``position``, or 0 if never."""
+        """Return the time of the last replay of the graph at ``position``, or 0 if it was never replayed."""
         return self.times.get(position, 0)
 
     def note_replay(self, position: int) -> None:

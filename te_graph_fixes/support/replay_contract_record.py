@@ -28,9 +28,9 @@ class _Observed:
 
     def __init__(self) -> None:
         self.positions: dict[str, tuple[MemoryPool, int]] = {}  # by kind of graph
-        self.computes_fp8 = False  # in the autocast of the capture
+        self.computes_fp8 = False  # True if a module computes in FP8 in the autocast of the capture
         self.ran: set[torch.nn.Module] = set()  # the modules that the warmup ran
-        self.draws = False  # random numbers
+        self.draws = False  # True if the warmup draws random numbers
         self.used = UsedMembers(self.note_fp8)
 
     def note_fp8(self, module: torch.nn.Module) -> None:
@@ -45,7 +45,7 @@ class _Observed:
             )
 
     def repeats(self) -> bool:
-        """Return whether a forward returns equal values whenever all that it reads has equal values.
+        """Return whether a forward returns equal values whenever all tensors that it reads have equal values.
 
         Such a forward draws no random numbers, and does not compute in FP8, whose scales change. The result is False if
         no forward ran in the warmup, because nothing is known then.
@@ -143,8 +143,8 @@ class Record:
         """Create the record from the facts that were observed for ``replay`` in ``capture``.
 
         ``functions`` lists the callables of a capture, once for each microbatch. ``number`` is the index of this
-        callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The ``static_inputs``
-        of its graphs are user inputs, with the number ``inputs``, followed by parameters.
+        callable and microbatch, and ``chunks`` are the numbers of callables in each model chunk. The first
+        ``inputs`` of the ``static_inputs`` are user inputs, and the rest are parameters.
         """
         observed = capture.observed[replay]
         self.pool, self.forward = pool, _ = observed.positions["forward"]

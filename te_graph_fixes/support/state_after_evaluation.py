@@ -18,12 +18,12 @@ from ._te_fp8_state_at_replay import STATES, global_state, is_delayed
 class RecipeStates:
     """The recipe states of the modules and operations that a graph uses.
 
-    The capture records their owners (``replay.fp8_state``). Only states in delayed scaling have values to own. The
-    other states only serve to refuse a replay in another recipe.
+    The capture records their owners (``replay.fp8_state``). Only states of delayed scaling have tensors that
+    the graph must own. The other states only serve to refuse a replay in another recipe.
     """
 
     def __init__(self, replay: Any) -> None:
-        """Add the steps to the replays of the graph."""
+        """Add `check`, `resume` and `check_backward` to the steps of ``replay`` if the capture used any state."""
         used = replay.fp8_state
         self._name, self._replacements_before = replay.name, 0
         self._in_autocast, self._fusers = used.in_autocast, used.fusers
@@ -31,7 +31,7 @@ class RecipeStates:
         for module in used.owners:
             if states := [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]:
                 self._held[module] = states
-        # Modules that ran without FP8 last, as in a tied layer.
+        # Modules whose last run in the capture was without FP8, as in a tied layer.
         self._in_bf16_last = {module for module in self._held if not used.modules_in_fp8.get(module, True)}
         if self._held:
             replay.add("forward check", "require recipe", self.check)
@@ -42,7 +42,7 @@ class RecipeStates:
         """Set ``call.resumed`` to the modules whose eager forward would initialize their FP8 state again.
 
         Raise RuntimeError if they would get another kind of state than in the capture. Modules in autocasts of their
-        own, and attention without FP8, are included only in the recipe of the capture.
+        own, and attention without FP8, are included only if the recipe is the recipe of the capture.
         """
         if not FP8GlobalStateManager.is_fp8_enabled():
             return
@@ -138,7 +138,7 @@ class _State:
             )
 
     def _state_of_attention(self) -> Any:
-        """Return the state that attention would create in its own choice of recipe. A copy of the module creates it."""
+        """Return the state that an eager forward of attention would create. Attention chooses the recipe itself."""
         module = self._module
         copy = object.__new__(type(module))
         new = {"fp8_meta": {}, "quantizers": {}, "fp8_initialized": False, "fp8_meta_tensors_initialized": False}
