@@ -41,7 +41,7 @@ from .lifetimes import PARAMETER, Lifetimes, Subject
 NOISE_FACTOR = 8
 """A relative error is a mismatch if it is larger than this multiple of the relative error of two eager runs."""
 MAX_NOISE = 0.1
-"""A tensor is not compared if two eager runs have a larger relative error. Its memory is then uninitialized."""
+"""A tensor is not compared if two eager runs differ by more. Its memory is then probably uninitialized."""
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
@@ -119,8 +119,8 @@ class Check:
         """Count a callable as not compared. Print the reason once for all modules of a class."""
         self.totals["left out"] += self.is_new(("left out", index))
         if self.is_new((reference.name, reference.refusal)):
-            text = f"callable {index} ({reference.name}) is not compared, nor are others like it: {reference.refusal}"
-            print_line(text)
+            names = f"callable {index} and others of class {reference.name}"
+            print_line(f"{names} are not compared: {reference.refusal}")
 
     def is_new(self, key: object) -> bool:
         new = key not in self._printed

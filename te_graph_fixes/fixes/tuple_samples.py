@@ -30,5 +30,5 @@ FIX = Fix(
     affects="captures with sample arguments in a tuple and _reuse_graph_input_output_buffers",
     affected_versions=">=2.6,<2.12",
     patch=PATCH,
-    corrected=[(UPSTREAM, "samples may be tuples")],
+    corrected=[(UPSTREAM, "sample arguments may be tuples")],
 )

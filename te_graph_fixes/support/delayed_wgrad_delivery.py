@@ -58,9 +58,9 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
         pending = getattr(getattr(module, "wgrad_store", None), "context", None)
         if pending and pending.qsize() and not torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{type(module).__name__} has wgrads that remain after its backward_dw(), because it ran more than "
-                "once in a captured forward. A graph would lose them. Set delay_wgrad_compute=False, or run the "
-                "module once."
+                f"{type(module).__name__} has wgrads that remain after its backward_dw(), because the module ran "
+                "more than once in a captured forward. A graph would lose these wgrads. Set delay_wgrad_compute=False, "
+                "or run the module once."
             )
         return [
             DelayedGrad(parameter, parameter.grad, "bias" in name.rpartition(".")[2])

@@ -76,7 +76,7 @@ class MemoryPool:
         if time > since:
             raise RuntimeError(
                 f"the {reader} cannot be replayed: {self.names.get(position, 'a released graph')} was replayed after "
-                f"{writer}, and may have overwritten the data that it reads. Replay graphs that share memory in the "
-                "sequence of their capture (`_order`), each once before its backward. For more microbatches than at "
-                f"the capture, or another schedule, capture again.{advice}"
+                f"{writer}, and may have overwritten data that this replay needs. Replay graphs that share memory in "
+                "the sequence of their capture (`_order`), each once before its backward. For more microbatches than "
+                f"at the capture, or another schedule, capture again.{advice}"
             )

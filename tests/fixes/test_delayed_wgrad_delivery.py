@@ -179,5 +179,5 @@ for times in (1, 2):
 def test_a_module_with_several_delayed_wgrads_is_refused() -> None:
     assert run_program(TWICE).splitlines()[-2:] == [
         "captured",
-        "Linear has wgrads that remain after its backward_dw(), because it ran more than once"[:71],
+        "Linear has wgrads that remain after its backward_dw(), because the module ran more than once"[:71],
     ]

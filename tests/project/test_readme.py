@@ -289,7 +289,7 @@ def united(versions: list[str]) -> str:
 
 def quoted_errors() -> list[str]:
     first = [row[0] for row in rows(doc("limits.md"), "What raises an error", "error text")]
-    warned = doc("limits.md").partition("Three of these mistakes cause one warning")[2].partition("\n\n")[0]
+    warned = doc("limits.md").partition("Three other mistakes cause one warning")[2].partition("\n\n")[0]
     return [quote for cell in [*first, warned] for quote in re.findall(r"`([^`]{12,})`", cell)]
 
 
