@@ -31,9 +31,9 @@ class Subject(NamedTuple):
 class Lifetimes:
     """The tensors in use in graph memory, and the detection of replays that overwrite them.
 
-    Two kinds of tensors are in use: the ``.grad`` of a parameter in graph memory, and a tensor being sent, until the
-    program has waited for the send. Sends are detected in the process group, because `isend` cannot be wrapped: torch
-    compares it by identity.
+    Two kinds of tensors are in use: a parameter's ``.grad`` that is in graph memory, and a tensor that is being sent,
+    until the program has waited for the send. Sends are detected in the process group. `isend` itself cannot be
+    wrapped, because `batch_isend_irecv` compares the function of each operation with `isend` by identity.
     """
 
     def __init__(self, compare: Callable[..., None]) -> None:

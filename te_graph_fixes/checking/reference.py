@@ -56,7 +56,7 @@ class Microbatch:
         passed = first is not None or reference.graph_leaves_marks
         self.first = dict.fromkeys(reference.own, first) if passed else reference.first_microbatch_marks()
         self.buffers = {module: copied(module._buffers) for module in reference.own}
-        self.updates_scales = bool(Manager.get_autocast_state()[4])  # if so, TE updates FP8 scales in the backward
+        self.updates_scales = bool(Manager.get_autocast_state()[4])  # The first FP8 module updates the backward scales.
         self.delayed: list[Any] = []  # modules with delayed wgrads
         self.eager: list[Values] = []  # the results of two runs, until they are compared
 

@@ -30,7 +30,7 @@ EARLIER = """
 """
 
 FIX = Fix(
-    symptom="fused wgrads: the backward takes 15 to 20 % longer, and needs as much extra memory as the weights",
+    symptom="fused wgrads: the backward takes about 20 % longer, and needs as much extra memory as the weights",
     group="speed",
     affects="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
     affected_versions=">=2.19",

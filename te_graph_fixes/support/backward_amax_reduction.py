@@ -8,7 +8,10 @@ from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_
 
 
 class FirstModule:
-    """The flag for the first FP8 module, at replays of one graph. Replays take it only if the capture took it."""
+    """The use of the flag for the first FP8 module by the replays of one graph.
+
+    A replay takes (clears) the flag only if the capture took it.
+    """
 
     def __init__(self, replay: Any) -> None:
         """Add `take` to the steps of ``replay`` if the capture took the flag."""

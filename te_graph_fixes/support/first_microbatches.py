@@ -88,7 +88,7 @@ class FirstMicrobatches:
             self._saved.restore_weights(self._told_later - self._told_first - marked)
 
     def during_warmup(self, state: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context that records the ``is_first_microbatch`` of each call in the warmup."""
+        """Return a context that records the ``is_first_microbatch`` of FP8 calls, unless the capture caches weights."""
         return self._listen(state, self._note_warmup)
 
     def _note_warmup(self, module: Any, is_first: bool) -> None:

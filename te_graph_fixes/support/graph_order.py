@@ -68,7 +68,7 @@ class Plan:
         self.microbatches = 1 + max(entry.microbatch for entry in entries)
         self.delayed = frozenset(entry.chunk for entry in entries if entry.kind == WGRAD)
         if self.delayed and set(layers) != {1}:
-            raise ValueError(f"_order has wgrads, so each chunk must have one layer, not {layers}")
+            raise ValueError(f"_order has wgrads, so each chunk must have one layer, but chunks have {layers} layers")
         self._grad_outputs = Buffers()
 
     def index(self, position: int, layer: int) -> int:

@@ -63,7 +63,7 @@ class EagerModule:
         if question not in self.answers:
             try:
                 self.answers[question] = answer()
-            except Exception:  # the module does not run without FP8, or not with these arguments
+            except Exception:  # for example, because the module needs FP8, or cannot run with these arguments
                 self.answers[question] = if_unknown
         return self.answers[question]
 

@@ -98,7 +98,7 @@ class RecipeStates:
 class _State:
     """The recipe state of a module or operation, forward or backward, and the tensors whose addresses a graph uses.
 
-    ``replacements`` counts the replacements of all states. Several graphs may use the same state.
+    ``replacements`` counts the replacements of states by all graphs, because several graphs may use the same state.
     """
 
     replacements = 0

@@ -19,6 +19,6 @@ def warn_once(text: str, key: str = "", category: type[Warning] = UserWarning) -
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` skips these frames
         frame = frame.f_back
-    with contextlib.suppress(ValueError):  # the program has closed sys.stderr
+    with contextlib.suppress(ValueError):  # raised if the program has closed sys.stderr
         warnings.warn(text, category, stacklevel=level)
     _warned.add(key or text)  # only now, so that a warning that is turned into an error is raised each time

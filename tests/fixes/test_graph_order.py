@@ -263,5 +263,5 @@ def test_bad_orders(order: Any, message: str) -> None:
 
 
 def test_a_chunk_with_wgrads_has_one_layer() -> None:
-    with pytest.raises(ValueError, match=r"_order has wgrads, so each chunk must have one layer, not \[2\]"):
+    with pytest.raises(ValueError, match=r"each chunk must have one layer, but chunks have \[2\] layers"):
         plan_of([1, -1, -1.5], layers=2)

@@ -8,9 +8,9 @@ A TRAINING is one of these:
 - a text that begins with ``held by``, ``written`` or ``left out``: all trainings below whose names begin with the text
 - ``others``: all trainings below whose names begin differently
 
-``--without`` disables fixes, ``all`` disables every fix. The trainings below exist because `Program` cannot describe
-them. Each line contains the mismatches, the number of compared tensors, whether the check ended by itself, and whether
-training without the check is bit-identical.
+``--without`` disables the named fixes, and ``--without all`` disables every fix. The trainings below exist because
+`Program` cannot describe them. Each line contains the mismatches, the number of compared tensors, whether the check
+ended by itself, and whether training without the check is bit-identical.
 """
 
 from __future__ import annotations

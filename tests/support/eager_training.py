@@ -1,9 +1,9 @@
 """Log all calls of torch and of TransformerEngine's (TE) extension in eager training of the modules that fixes edit.
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
-digests of its operations and of its results. ``FUNCTIONS`` is a JSON list of pairs of module and name. The last line
-lists the functions among them that ran. PART, such as ``2/7``, selects every seventh program from the second on.
-``FULL_LOG=1`` prints operations instead of digests.
+a digest of its operations and a digest of its results. ``FUNCTIONS`` is a JSON list of pairs of module and name. The
+last line lists the ``FUNCTIONS`` that ran. PART, such as ``2/7``, selects every seventh program from the second on.
+``FULL_LOG=1`` prints every operation, and the name and digest of every result, instead of the two digests.
 """
 
 from __future__ import annotations
