@@ -86,7 +86,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "FP8 weights cannot change their recipe": lambda p: (
         not p.fp8_params
         or (
-            not {"switch_recipe", "evaluate_in_other", "load"} & {*p.events}
+            not {"switch_recipe", "evaluate_in_other", "interrupted_step", "load"} & {*p.events}
             and not (p.in_bf16 or p.calibrating or {"KeptInBf16", "OwnAutocast"} & {*p.modules})
         )
     ),
@@ -229,8 +229,8 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a te.checkpoint without gradients leaves its copy of the scales to the next recomputation": (
         lambda p: not (p.first == "distillation" and p.weights == "cached" and "te" in p.checkpoints)
     ),
-    "distillation would overwrite the sample argument that holds its input": lambda p: (
-        p.first != "distillation" or not p.same_input
+    "another input of the first layer would overwrite the sample argument that holds the program's input": lambda p: (
+        not p.same_input or p.first not in ("frozen", "plain", "teacher", "distillation")
     ),
     "before TE 2.15, eager training marks the saved copy of a weight instead of the weight": lambda p: (
         not (p.offload and p.clears_marks)
