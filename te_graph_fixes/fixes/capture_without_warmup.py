@@ -24,11 +24,12 @@ PATCH = """
 +
 +is_delayed = isinstance(recipe, DelayedScaling)
 +attention_in_fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
-+if cache_quantized_params or any(
-+    hasattr(m, "is_first_microbatch") or lacks_scales(m) for module in modules for m in module.modules()
++if not num_warmup_iters and (
++    cache_quantized_params
++    or any(hasattr(m, "is_first_microbatch") or lacks_scales(m) for module in modules for m in module.modules())
 +):
 +    # A capture must not create scales or cached weights, because each replay would reset or quantize them again.
-+    num_warmup_iters = num_warmup_iters or True
++    num_warmup_iters = True
  saved_fp8_tensors = save_fp8_tensors(...)
 
 @@ graph.py _make_graphed_callables

@@ -62,10 +62,16 @@ PATCH = """
  ret = []
 
 @@ graph.py _make_graphed_callables
-+from ._te_replay_contract_copies import drop_graph_from_copies
++from ._te_replay_contract_copies import capture_attributes
 +
-+drop_graph_from_copies(func, forward)
++attributes_before_capture = capture_attributes(func)
  func.forward = forward
+@@
+ setattr(ret[-1], "reset", reset_func)
++if ret[-1] is func:
++    from ._te_replay_contract_copies import drop_graph_from_copies
++
++    drop_graph_from_copies(func, attributes_before_capture)
 """
 
 FIX = Fix(

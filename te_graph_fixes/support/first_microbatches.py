@@ -33,7 +33,7 @@ class SavedState:
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:
-        self._values = {module: getattr(module, MARK, _MISSING) for module in modules}
+        self._values = {module: _mark(module) for module in modules}
         classes = {cls for module in self._values for cls in type(module).__mro__}
         self._attributes = [(owner, vars(owner).get(MARK, _MISSING)) for owner in (*self._values, *classes)]
         cached = {module: getattr(module, "_fp8_workspaces", None) for module in self._values}
@@ -58,7 +58,7 @@ class SavedState:
             else:
                 vars(owner)[MARK] = value
         for module, value in self._values.items():
-            if getattr(module, MARK, _MISSING) is value:
+            if _mark(module) is value:
                 continue
             with contextlib.suppress(AttributeError):  # a property without a setter
                 delattr(module, MARK) if value is _MISSING else setattr(module, MARK, value)
@@ -70,7 +70,8 @@ class FirstMicrobatches:
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
         self._saved = SavedState(modules)
-        self._marks = {module: module.is_first_microbatch for module in modules if hasattr(module, MARK)}
+        marks = {module: _mark(module) for module in modules}
+        self._marks = {module: mark for module, mark in marks.items() if mark is not _MISSING}
         self._told_first: set[Any] = set()
         self._told_later: set[Any] = set()
         self._caches_weights = caches_weights
@@ -236,6 +237,14 @@ class GraphFlags:
                 self.by_owner[owner].fill_(reuses)
                 self.reuses[owner] = reuses
         call.reuses_weights = all(self.reuses.values())
+
+
+def _mark(module: Any) -> Any:
+    """Return the mark of a module, or `_MISSING` if there is none, or if it is a property that raises an error."""
+    try:
+        return getattr(module, MARK, _MISSING)
+    except Exception:
+        return _MISSING
 
 
 def _place_of_mark(module: Any) -> Any:

@@ -120,7 +120,7 @@ class SampleArguments:
         for shape, needs_grad, sample in zip(shapes, grads, sample_shapes, strict=True):
             if shape != sample and (shape is None or sample is None or (takes_grads and needs_grad)):
                 return False  # autograd would sum this input's gradient in another order than eager training
-        return bool(self._eager.broadcasts(call.inputs, call.specs, sample_shapes))
+        return bool(self._eager.broadcasts(call.inputs, call.specs, sample_shapes, takes_grads))
 
     def _more_grads(self, grads: Sequence[bool]) -> tuple[bool, ...]:
         """Return, for each input, whether it needs a gradient although its sample argument needed none."""

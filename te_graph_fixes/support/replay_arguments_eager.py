@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformer_engine.pytorch.distributed import get_all_rng_states
 from transformer_engine.pytorch.quantization import autocast
@@ -25,16 +26,26 @@ class EagerModule:
         self._modules, self._forward, self._keywords = [*module.modules()], module.forward, keywords
         self.answers: dict[Any, bool] = {}
 
-    def broadcasts(self, leaves: Sequence[Any], specs: Specs, shapes: Sequence[Any]) -> bool:
-        """Return whether outputs stay equal if ``leaves`` are expanded to ``shapes``, or False if a forward fails."""
+    def broadcasts(self, leaves: Sequence[Any], specs: Specs, shapes: Sequence[Any], takes_grads: bool) -> bool:
+        """Return whether each operation computes the same values if ``leaves`` are expanded to ``shapes``.
+
+        The result is False if a forward fails. If ``takes_grads`` is true, it is also False if an operation broadcasts
+        a tensor that needs a gradient, because autograd then sums this gradient in another order.
+        """
 
         def answer() -> bool:
             full = [leaf if shape is None else leaf.expand(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
-            with torch.no_grad():
-                outputs = self._run(leaves, specs), self._run(full, specs)
-            return all(map(_is_same_output, *outputs))
+            # A compiled function would hide its operations.
+            is_eager = getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager")
+            with torch.set_grad_enabled(takes_grads), is_eager:
+                with _Operations() as of_full:
+                    outputs = self._run(full, specs)
+                with _Operations(of_full.found) as of_small:
+                    small_outputs = self._run(leaves, specs)
+            is_complete = len(of_small.found) == len(of_full.found)
+            return is_complete and all(map(_is_same_output, small_outputs, outputs))
 
-        return self._ask(tuple(getattr(leaf, "shape", None) for leaf in leaves), answer, if_unknown=False)
+        return self._ask((takes_grads, *(getattr(leaf, "shape", None) for leaf in leaves)), answer, if_unknown=False)
 
     def uses(self, leaves: Sequence[Any], specs: Specs, asked: tuple[bool, ...]) -> bool:
         """Return whether a gradient flows to a leaf for which ``asked`` is true, or True if the forward fails."""
@@ -102,6 +113,46 @@ class EagerModule:
             with torch.no_grad():
                 for tensor, copy in zip(tensors, of_tensors, strict=True):
                     tensor.copy_(copy)
+
+
+class _Operations(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
+    """The functions of torch that a forward calls, each with the shapes and checksums of its tensors (``found``).
+
+    With the operations that a forward with expanded inputs has ``found``, raise ValueError if an operation on smaller
+    tensors differs. A smaller tensor must broadcast to the tensor of the other forward, and need no gradient.
+    """
+
+    def __init__(self, expected: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self._expected = iter(expected)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as Tensor.shape
+            return result
+        leaves = tree_flatten((args, kwargs, result))[0]
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+        expected_func, expected = next(self._expected, (func, None))
+        if expected is None:
+            expected = [(tensor.shape, _checksum(tensor)) for tensor in tensors]
+        is_same = func is expected_func and len(tensors) == len(expected)
+        smaller = [t for t, (shape, _) in zip(tensors, expected, strict=False) if t.shape != shape]
+        if smaller and is_same:
+            sums = [_checksum(t.expand(shape)) for t, (shape, _) in zip(tensors, expected, strict=True)]
+            is_same = not any(t.requires_grad for t in smaller) and sums == [checksum for _, checksum in expected]
+        if not is_same:
+            raise ValueError(f"{func} computes other values, or sums a gradient in another order")
+        self.found.append((func, expected))
+        return result
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a number that depends on every bit of a tensor and on its place."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    values = tensor.detach().contiguous().flatten().view(integers[tensor.element_size()]).int()
+    places = torch.arange(1, 1 + len(values), dtype=torch.int32, device=tensor.device)
+    return int((values * places).sum())
 
 
 def _scales(module: Any) -> list[torch.Tensor]:

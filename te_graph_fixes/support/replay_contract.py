@@ -156,8 +156,11 @@ class Preconditions:
         )
 
     def copy_outputs(self, ctx: Any, outputs: Any) -> Any:
-        """Return the outputs, or copies of them if a recomputation may overwrite them."""
-        return tuple(None if o is None else o.clone() for o in outputs) if ctx.call.copies_outputs else outputs
+        """Return the outputs. If a recomputation may overwrite an output, return a copy of it."""
+        if not ctx.call.copies_outputs:
+            return outputs
+        pairs = zip(outputs, self._record.keeps_output, strict=True)
+        return tuple(output if output is None or is_kept else output.clone() for output, is_kept in pairs)
 
     def _require_recomputable(self, inputs: set[int]) -> None:
         """Raise RuntimeError if the forward must not run in a backward. ``inputs`` are the storages of its inputs."""

@@ -40,28 +40,33 @@ def with_own_inputs(
     return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
 
-def drop_graph_from_copies(module: torch.nn.Module, graphed_forward: Callable[..., Any]) -> None:
+def capture_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``module`` that a capture sets, with their current values, or {} if there are none."""
+    attributes = vars(module)
+    return {name: attributes[name] for name in CAPTURE_ATTRIBUTES if name in attributes}
+
+
+def drop_graph_from_copies(module: torch.nn.Module, before: dict[str, Any]) -> None:
     """Omit the graph from later copies of ``module``, because the graph reads the parameters of the original.
 
-    A copy has the attributes that the module had before its first capture, such as a ``forward`` of its own. `copy` and
-    `pickle` call the methods that this function sets on the module. The ``__deepcopy__`` of a class is still called.
+    ``before`` are the `capture_attributes` from before the capture. Instead of the attributes that the capture has set,
+    a copy has these earlier attributes, such as a ``forward`` of its own. Attributes that the program has set or
+    deleted since the capture are copied as they are. `copy` and `pickle` call the methods that this function sets on
+    the module. The ``__deepcopy__`` of a class is still called.
     """
     kind: Any = type(module)
-    attributes = vars(module)
-    before = {name: attributes[name] for name in CAPTURE_ATTRIBUTES if name in attributes}
-    earlier = getattr(before.get("__reduce_ex__"), "earlier_capture", None)
-    if earlier:
-        own, graph = earlier
-        forward = (own if before.get("forward") is graph else before).get("forward")
-        before = {**own, "forward": forward}
-        if forward is None:
-            del before["forward"]
+    without_earlier_graph = getattr(before.get("__reduce_ex__"), "without_graph", dict)
+    before = without_earlier_graph(before)
+
+    def without_graph(attributes: dict[str, Any]) -> dict[str, Any]:
+        of_graph = [name for name, value in of_capture.items() if attributes.get(name) is value]
+        kept = {name: value for name, value in attributes.items() if name not in of_graph}
+        return kept | {name: before[name] for name in of_graph if name in before}
 
     def reduce(protocol: int) -> Any:
         made = before["__reduce_ex__"](protocol) if "__reduce_ex__" in before else kind.__reduce_ex__(module, protocol)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
-            state = {name: value for name, value in made[2].items() if name not in CAPTURE_ATTRIBUTES}
-            made = (*made[:2], state | before, *made[3:])
+            made = (*made[:2], without_graph(made[2]), *made[3:])
         return made
 
     def deep_copy(memo: dict[int, Any]) -> Any:
@@ -70,10 +75,11 @@ def drop_graph_from_copies(module: torch.nn.Module, graphed_forward: Callable[..
             memo[id(module)] = copied  # turns methods of the module into methods of the copy
             for name in CAPTURE_ATTRIBUTES:
                 vars(copied).pop(name, None)
-            vars(copied).update(copy.deepcopy(before, memo))
+            vars(copied).update(copy.deepcopy(without_graph(capture_attributes(module)), memo))
         return copied
 
-    reduce.earlier_capture = before, graphed_forward  # type: ignore[attr-defined]
-    attributes["__reduce_ex__"] = reduce
+    reduce.without_graph = without_graph  # type: ignore[attr-defined]
+    vars(module)["__reduce_ex__"] = reduce
     if hasattr(kind, "__deepcopy__") or "__deepcopy__" in before:
-        attributes["__deepcopy__"] = deep_copy
+        vars(module)["__deepcopy__"] = deep_copy
+    of_capture = capture_attributes(module)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from operator import eq, is_
 from types import CodeType, FrameType
 from typing import Any
@@ -19,6 +21,7 @@ FUSES_WGRADS = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
 """The module attributes that make a backward add wgrads to the ``main_grad`` of weights."""
 
 LOOKUP = torch.nn.Module.__getattr__.__code__
+_ITEM = torch.nn.ModuleDict.__getitem__.__code__
 _ACCESSOR = _named_member_accessor.__file__
 """The file of torch that exchanges parameters during a call of `torch.func.functional_call`."""
 _SETTERS = (torch.nn.Module.__setattr__.__code__, torch.nn.Module.__delattr__.__code__)
@@ -57,8 +60,8 @@ class UsedMembers:
         code = frame.f_code
         if event != "call" or not code.co_argcount:
             return
-        if code is LOOKUP:
-            module, name = frame.f_locals["self"], frame.f_locals["name"]
+        if code in (LOOKUP, _ITEM):
+            module, name = frame.f_locals["self"], frame.f_locals["name" if code is LOOKUP else "key"]
             self.lookups[module, name] = id(vars(module).get("_parameters", {}).get(name))
         elif (runs := code.co_name == "forward") | (reads := _reads_registries(code) and not _is_for_a_fix(frame)):
             module = frame.f_locals.get(code.co_varnames[0])
@@ -233,16 +236,27 @@ def _is_fused(weight: torch.Tensor, grad: torch.Tensor | None, may_fuse: set[tor
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, and the parameters, buffers and attributes of the modules in them."""
+    """Return the tensors in nested containers, and in the attributes of modules, dataclasses and partial functions."""
     found: dict[int, Any] = {}
     rest = [value]
     while rest:
         value = rest.pop()
-        if id(value) in found or not isinstance(value, (torch.Tensor, torch.nn.Module, dict, list, tuple, set)):
-            continue
-        found[id(value)] = value
-        if isinstance(value, torch.nn.Module):
-            rest += vars(value).values()
-        elif not isinstance(value, torch.Tensor):
-            rest += value.values() if isinstance(value, dict) else value
+        parts = _parts(value)
+        if id(value) not in found and (parts or isinstance(value, torch.Tensor)):
+            found[id(value)] = value
+            rest += parts
     return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """Return the values that a container or an object holds, or () for any other value."""
+    if isinstance(value, torch.Tensor):
+        return ()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, deque)):
+        return value
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    is_object = isinstance(value, torch.nn.Module) or (is_dataclass(value) and not isinstance(value, type))
+    return getattr(value, "__dict__", {}).values() if is_object else ()

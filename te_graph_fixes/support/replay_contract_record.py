@@ -75,6 +75,8 @@ class CaptureRecord:
         observed = self.observed[replay]
         observed.ran.add(module)
         observed.note_fp8(module)
+        for output in tensors_in(outputs):
+            self._versions.setdefault(id(output), (weakref.ref(output), version(output)))
         states, self._random_states = self._random_states, _random_states()
         observed.draws |= not all(map(torch.equal, states, self._random_states))
         for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
@@ -100,7 +102,7 @@ class CaptureRecord:
             yield
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor existed before the warmup, and no forward has written it since.
+        """Return whether a tensor existed before the capture, and no forward has written it since.
 
         Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
         compared too. A buffer that was returned only once counts as written, because nothing is known about it.
@@ -123,6 +125,7 @@ class Record:
     ``written`` are the outputs that each replay of the forward overwrites. ``watched`` are these outputs and all
     tensors that the forward reads besides its inputs. While the versions of all watched tensors are unchanged, equal
     inputs lead to equal outputs. ``watched`` is None if equal inputs may nevertheless lead to other outputs.
+    ``keeps_output`` states for each output whether it is a parameter, a buffer or a constant that no forward writes.
     ``outputs`` and ``grads`` are the `ReturnedTensors` of the forward (the ``written`` outputs) and of the backward
     (the gradients of inputs).
     """
@@ -157,21 +160,24 @@ class Record:
         if pool.captures > 1:
             self.name += f" of capture {pool.captures} in its memory pool"
 
-        outputs, grads, parameters = plain_tensors(outputs), grad_inputs or (), static_inputs[inputs:]
+        returned, grads, parameters = [*outputs], grad_inputs or (), static_inputs[inputs:]
+        outputs = plain_tensors(returned)
         self.end_of_forward, self.advice = _end_of_forward(self.backward, retains_graph, outputs)
         self.end_of_backward = self.wgrad or pool.count + 1
         self.computes_fp8 = observed.computes_fp8
         self.inputs = range(inputs)
         modules, held = [*functions[number].modules()], tensors_in(functions[number])
         observed.used.complete(modules, observed.ran)
-        returned = zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True) if self.backward else ()
-        self.tensors = CallableTensors(modules, dict(returned), observed.used, self.delays_wgrad)
+        with_grads = zip(parameters, grads[inputs:] or [None] * len(parameters), strict=True) if self.backward else ()
+        self.tensors = CallableTensors(modules, dict(with_grads), observed.used, self.delays_wgrad)
         fused = self.tensors.fused
         self.fused = [parameter in fused for parameter in parameters] if fused else []
 
         unwritten = [*filter(capture.is_unwritten, held)]
         unwritten_inputs = [*filter(capture.is_unwritten, plain_tensors(static_inputs[:inputs]))]
-        self.written = _written_outputs(outputs, unwritten, unwritten_inputs)
+        kept = {*map(storage_of, (*unwritten, *filter(capture.is_unwritten, outputs)))} - {0}
+        self.keeps_output = [isinstance(output, torch.Tensor) and storage_of(output) in kept for output in returned]
+        self.written = _written_outputs(outputs, kept, unwritten_inputs)
         is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, self.written))
         self.watched = [*held, *self.written] if is_repeatable else None
         self.outputs, self.grads = ReturnedTensors(self.written), ReturnedTensors(grads[:inputs])
@@ -252,19 +258,18 @@ def _name(functions: Sequence[Any], number: int, chunks: Iterable[int], microbat
     return (f"{name} of microbatch {microbatch}" if microbatches > 1 else name), microbatch
 
 
-def _written_outputs(
-    outputs: list[torch.Tensor], held: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the outputs whose values a replay overwrites. ``held`` and ``inputs`` are tensors that no forward writes.
+def _written_outputs(outputs: list[torch.Tensor], kept: set[int], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs whose values a replay overwrites.
 
-    An output that is a parameter or a buffer keeps its values. An output that is a static input, or a view of it, is
-    excluded too: TE copies the next input into it, but thereby gives it a new version.
+    ``kept`` are the storages of parameters, buffers and constants that no forward writes. ``inputs`` are static inputs
+    that no forward writes. An output that is such an input, or a view of it, is excluded too: TE copies the next input
+    into it, but thereby gives it a new version.
     """
-    held_storages, storages, inputs = {*map(storage_of, held)} - {0}, {*map(storage_of, inputs)}, {*map(id, inputs)}
+    storages, inputs = {*map(storage_of, inputs)}, {*map(id, inputs)}
 
     def is_kept(output: torch.Tensor) -> bool:
         is_view_of_input = storage_of(output) in storages and (output._is_view() or id(output) in inputs)
-        return storage_of(output) in held_storages or is_view_of_input
+        return storage_of(output) in kept or is_view_of_input
 
     return [output for output in outputs if not is_kept(output)]
 

@@ -29,6 +29,11 @@ class RecipeStates:
         self._in_autocast, self._fusers = used.in_autocast, used.fusers
         self._held: dict[Any, list[_State]] = {}
         for module in used.owners:
+            if vars(module).get("_fp8_metas", {}) is None:
+                raise RuntimeError(
+                    f"An operation of te.ops ({type(module).__name__}) runs with FP8, and later without FP8, in one "
+                    "captured forward, which removes its FP8 state. Capture the two calls separately."
+                )
             if states := [_State(module, mode) for mode in STATES if STATES[mode] in _meta(vars(module), mode)]:
                 self._held[module] = states
         # Modules whose last run in the capture was without FP8, as in a tied layer.

@@ -481,21 +481,6 @@ for name, (switch, disable, values, expected) in {SETTINGS}.items():
     assert "ERROR" not in out
 
 
-def test_a_value_that_is_not_understood_is_an_error(world: World) -> None:
-    world.run("""
-for variable, value, message in (
-    ("TE_GRAPH_FIXES", "grahp", "ValueError: TE_GRAPH_FIXES: unknown fix grahp. Did you mean graph? Valid: on"),
-    ("TE_GRAPH_FIXES_STRICT", "maybe", "ValueError: TE_GRAPH_FIXES_STRICT='maybe' is invalid. Valid values: 1,"),
-):
-    os.environ[variable] = value
-    for _ in range(2):
-        found = attempt(importlib.import_module, "te_graph_fixes")
-        assert found.startswith(message), found
-    del os.environ[variable]
-assert importlib.import_module("te_graph_fixes") and results() == RIGHT
-""")
-
-
 def test_a_stand_in_for_te_is_said_once(world: World) -> None:
     out = world.run("""
 from unittest.mock import MagicMock

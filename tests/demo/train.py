@@ -17,14 +17,8 @@ from tests.verify.driver.setting import random, use
 from tests.verify.driver.training import Training
 
 eight_experts = made("eight_experts", Experts, 8)
-PROGRAM = Program(
-    modules=("linear", "eight_experts"),
-    recipe="current",
-    weights="marked",
-    fused=True,
-    fit=True,
-    microbatches=3,
-)
+MODULES = ("linear", "eight_experts")
+PROGRAM = Program(modules=MODULES, recipe="current", weights="marked", fused=True, fit=True, microbatches=3)
 """All steps have the same inputs. The loss is the mean squared difference between the outputs and targets."""
 RATE = 1.0
 

@@ -341,11 +341,10 @@ def compare(options: argparse.Namespace) -> int:
     total = {"programs": len(lines), **collections.Counter(line["verdict"] for line in lines)}
     raising = [line for line in lines if line["with the fixes"] in ("raises", "crash")]
     refusals = "|".join(REFUSED)
+    undocumented = [line["seed"] for line in raising if not re.search(refusals, line["why"])]
     seeds = {
         "raises although TE alone is correct": [line["seed"] for line in raising if line["verdict"] == "equal"],
-        "raises an error that is not documented": [
-            line["seed"] for line in raising if not re.search(refusals, line["why"])
-        ],
+        "raises an error that is not documented": undocumented,
         "wrong without an error": [line["seed"] for line in lines if line["with the fixes"] == "wrong"],
     }
     total |= seeds | {
@@ -367,19 +366,13 @@ def main() -> int:
     parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file")
     parser.add_argument(
-        "--regressions",
-        action="store_true",
-        help="compare the results with and without the fixes and, on the simulator, the costs",
+        "--regressions", action="store_true", help="compare results and costs with and without the fixes"
     )
     parser.add_argument("--scripts", default="", help="the folder for scripts that repeat the findings")
-    parser.add_argument(
-        "--no-shrink", dest="shrink", action="store_false", help="do not shrink the programs of findings"
-    )
+    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="do not shrink programs of findings")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")
-    parser.add_argument(
-        "--found", action="store_true", help="run the programs of earlier findings instead of random programs"
-    )
+    parser.add_argument("--found", action="store_true", help="run the programs of earlier findings instead")
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")

@@ -328,9 +328,10 @@ for recipe, checkpointed in ((None, False), (None, True), (DelayedScaling(amax_h
     compare(train, lambda x, other: x * other, whole, others, recipe, checkpointed)
 
 refused(lambda: train(True, torch.mul, whole, [whole(), whole(True)], None, False), "and got [True, True]")
-part = random(1, 8, 1, grad=False)
+part, weight = random(1, 8, 1, grad=False), random(1)
 for function in (
     lambda x, other: x * other / other.sum(), lambda x, other: x * other.size(0), lambda x, other: x * other[1],
+    lambda x, other: x + 0 * other.sum(), lambda x, other: x * (weight * other),
 ):
     refused(lambda: train(True, function, whole, [whole(), part], None, False), "and got shapes")
 refused(lambda: train(True, torch.mul, lambda: part, [part, whole()], None, False), "and got shapes")

@@ -267,6 +267,15 @@ for case in ((False, True), (True, True), (True, False)):
     PROGRAMS[f"resumed, {case}"] = partial(resumed, *case), "equal"
 
 
+def tied_operation(capture):
+    layer = Tied()
+    layer.inner, layer.takes_branch = te.ops.Linear(32, 32, **BF16), False
+    capture(layer, (random(),), **INSIDE)
+
+
+PROGRAMS["tied_operation"] = tied_operation, "which removes its FP8 state"
+
+
 def failed_captures(keeps_errors, capture):
     """Train before and after failed captures of a module with its own autocast. The caller may keep the errors."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 import types
@@ -10,6 +11,7 @@ from functools import partial
 
 import torch
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import quantized_tensor
 
 from tests.programs import PROGRAMS
@@ -179,6 +181,21 @@ def returned_argument(capture):
     return in_flight(capture, Own(lambda self, x, y: (self.l(x), y), l=linear()), x(requires_grad=False))
 
 
+def returned_constant(capture):
+    constant = x(requires_grad=False)
+    return in_flight(capture, Own(lambda self, x: (self.l(x), constant), l=linear()))
+
+
+def returned_after_checkpoint(capture):
+    first, second = linear(), buffered(lambda self, x: (self.l(x), self.buffer), torch.ones(H), l=linear())
+    capture((first, second), ((x(),), (x(),)))
+    for _ in range(2):
+        out, buffer = second(checkpoint(first, x(), use_reentrant=False))
+        (out * buffer).square().mean().backward()
+        buffer.detach().mul_(0.5)
+        yield second.buffer.clone()
+
+
 def changed_buffer(capture):
     def function(self, x):
         self.buffer.add_(1)
@@ -263,6 +280,10 @@ def accumulated(capture, change):
         change(layer.weight)
 
 
+def moved(parameter):
+    parameter.data = parameter.data.clone()
+
+
 def with_adapter(self, x, scale=1.0):
     return self.l(x) + scale * self.up(x)
 
@@ -276,7 +297,7 @@ class Adapted(torch.nn.Module):
         return self.l(x)
 
 
-def copies(capture, forward=types.MethodType, copied=copy.deepcopy, again=False):
+def copies(capture, forward=types.MethodType, copied=copy.deepcopy, again=False, later=lambda module: None):
     module = Adapted()
     module.forward = forward(with_adapter, module)
     capture(module, (x(),))
@@ -284,14 +305,34 @@ def copies(capture, forward=types.MethodType, copied=copy.deepcopy, again=False)
         del module.forward
         module.forward = forward(with_adapter, module, scale=2.0)
         capture(module, (x(),))
-    module(x()).sum().backward()
+    later(module)
+    module(x())
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter -= parameter.grad
+            parameter.mul_(0.9)
         copied = copied(module)
         copied.l.weight.mul_(2)
         yield copied(x())
         yield copy.deepcopy(copied).eval()(x())
+
+
+def doubled(module):
+    run = module.forward
+    module.forward = lambda x: 2 * run(x)
+
+
+def added_item(capture):
+    module = Own(lambda self, x: self.named["used"](x), named=torch.nn.ModuleDict({"used": linear()}))
+    capture(module, (x(),))
+    module.named["new"] = linear()
+    yield module(x())
+
+
+def mark_that_raises(capture):
+    marked = type("Marked", (Own,), {"is_first_microbatch": property(lambda self: 0 / 0)})
+    module = marked(lambda self, x: self.l(x), l=linear())
+    capture(module, (x(),))
+    yield module(x())
 
 
 def loaded(module):
@@ -327,6 +368,12 @@ EQUAL = {
     "returned view": returned_view,
     "returned buffer": returned_buffer,
     "returned argument": returned_argument,
+    "returned constant": returned_constant,
+    "buffer returned after a checkpoint": returned_after_checkpoint,
+    "forward removed after the capture": partial(copies, later=lambda m: delattr(m, "forward")),
+    "forward replaced after the capture": partial(copies, later=doubled),
+    "unused item of a ModuleDict added": added_item,
+    "mark that raises": mark_that_raises,
     "method": copies,
     "function": partial(copies, forward=partial),
     "shallow": partial(copies, copied=copy.copy),
@@ -340,7 +387,7 @@ EQUAL = {
     "unused parameter replaced": partial(changed, change=setting("unused", parameter)),
     "unused frozen parameter replaced": partial(changed, change=setting("frozen", parameter)),
     "unused parameter removed": partial(changed, change=setting("unused", lambda: None)),
-    "unused parameter moved": partial(changed, change=lambda m: setattr(m.unused, "data", m.unused.data.clone())),
+    "unused parameter moved": partial(changed, change=lambda m: moved(m.unused)),
     "unused module added": partial(changed, change=setting("more", linear)),
     "unused module replaced": partial(changed, change=setting("spare", linear)),
     "module added in an unused module": partial(changed, change=lambda m: m.beside.append(linear())),
@@ -348,7 +395,17 @@ EQUAL = {
     "unused parameter replaced in an evaluation": partial(evaluated, change=setting("unused", parameter)),
 }
 """Programs that must compute the same numbers with graphs and in eager training."""
+Held = dataclasses.make_dataclass("Held", ["buffer"])
+
+
+def changed_in_a_dataclass(capture):
+    held = Held(torch.rand(H // 2))
+    function = partial(lambda held, self, positions: angles(held, positions), held)
+    return same_positions(capture, between=lambda *_: held.buffer.mul_(2), function=function)
+
+
 INPLACE = {
+    "tensor in a dataclass changed": changed_in_a_dataclass,
     "positions changed": partial(same_positions, between=lambda m, p, c: p.add_(1)),
     "buffer changed": partial(same_positions, between=lambda m, p, c: m.buffer.mul_(2)),
     "output changed": partial(same_positions, between=lambda m, p, c: c.detach().mul_(2)),
@@ -362,34 +419,16 @@ INPLACE = {
 ONE_BACKWARD = "runs one backward for each forward"
 RAISES = {
     "several losses of trained experts": (partial(several_losses_of_experts, is_trained=True), ONE_BACKWARD),
-    "several losses, not retained": (
-        partial(several_losses, retain_graph_in_backward=False),
-        "capture with retain_graph",
-    ),
-    "parameter in a list moved": (
-        partial(changed, change=lambda m: setattr(m.read, "data", m.read.data * 2)),
-        "a parameter (read) was",
-    ),
+    "several losses, not retained": (partial(several_losses, retain_graph_in_backward=False), "with retain_graph"),
+    "parameter in a list moved": (partial(changed, change=setting("read.data", parameter)), "a parameter (read) was"),
     "parameter in a list unfrozen": (partial(changed, change=lambda m: m.read.requires_grad_()), "needed no gradient"),
-    "module run by forward unfrozen": (
-        partial(changed, change=lambda m: m.after.requires_grad_()),
-        "needed no gradient",
-    ),
+    "module run by forward unfrozen": (partial(changed, change=lambda m: m.after.requires_grad_()), "no gradient"),
     "module run by forward replaced": (partial(changed, change=setting("after.0", linear)), "a module (0) was"),
     "module replaced": (partial(changed, change=setting("layer", linear)), "a module (layer) was"),
-    "empty list of modules replaced": (
-        partial(changed, change=setting("adapters", lambda: torch.nn.ModuleList([linear()]))),
-        "a module (adapters) was",
-    ),
+    "empty list of modules replaced": (partial(changed, change=setting("adapters", block)), "a module (adapters) was"),
     "tied parameter replaced": (tied, "a parameter (weight) was"),
-    "parameter of another class moved": (
-        partial(accumulated, change=lambda w: setattr(w, "data", w.data.clone())),
-        "a parameter (weight) was",
-    ),
-    "property main_grad replaced": (
-        partial(accumulated, change=lambda w: w.buffers.append(torch.zeros(H, H))),
-        "the main_grad of a parameter was",
-    ),
+    "parameter of another class moved": (partial(accumulated, change=moved), "a parameter (weight) was"),
+    "property main_grad replaced": (partial(accumulated, change=lambda w: w.buffers.append(x())), "the main_grad of"),
 }
 """Programs that a graph cannot compute, each with a part of the error that it must raise."""
 

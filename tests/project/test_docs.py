@@ -39,20 +39,13 @@ def test_the_site_has_every_page_and_a_search(project: Path) -> None:
         assert (project / "site" / folder / "index.html").exists(), page
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("[a page](nowhere.md)", "nowhere.md"),
-        ("[a heading](check.md#nothing-of-the-kind)", "nothing-of-the-kind"),
-        ("[outside of docs](../README.md)", "../README.md"),
-    ],
-)
-def test_a_broken_link_is_an_error(project: Path, text: str, named: str) -> None:
+@pytest.mark.parametrize("target", ["nowhere.md", "check.md#nothing-of-the-kind", "../README.md"])
+def test_a_broken_link_is_an_error(project: Path, target: str) -> None:
     page = project / "docs" / "how.md"
-    page.write_text(f"{page.read_text()}\n{text}\n")
+    page.write_text(f"{page.read_text()}\n[a link]({target})\n")
     done = build(project)
     assert done.returncode == 1
-    assert named in done.stderr
+    assert target in done.stderr
 
 
 def test_a_page_without_a_menu_entry_is_an_error(project: Path) -> None:

@@ -8,6 +8,7 @@ import functools
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,23 +151,21 @@ def figures_of_mistakes() -> list[str]:
 
 def figures_of_random_programs() -> list[str]:
     page = doc("maintainers/explorer.md")
-    checked, differ, broken, silent, legal = 0, 0, 0, 0, True
+    counts, legal = {True: Counter[str](), False: Counter[str]()}, True
     for on, _, _, equal, raised, _, wrong in rows(page, "The last campaign", "commit"):
         if on.startswith("**"):
             legal = "keep" in on
         elif "simulat" not in on:
-            compared = int(equal) + int(raised) + int(wrong)
-            checked, differ = checked + legal * compared, differ + legal * int(wrong)
-            broken, silent = broken + (not legal) * compared, silent + (not legal) * int(wrong)
+            counts[legal].update(checked=int(equal) + int(raised) + int(wrong), differ=int(wrong))
+    checked, differ = counts[True]["checked"], counts[True]["differ"]
     words = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight")
     causes = words[len(rows(page, "The differences", "seeds"))].lower()
-    assert silent == 0
+    assert counts[False]["differ"] == 0
     assert f"{differ} of {checked:,} random programs that keep" in page
-    assert f"None of {broken:,} programs that break them is wrong without an error" in page.replace("\n", " ")
-    return [
-        f"[{differ} of {checked:,} random programs](docs/results/README.md#random-programs)",
-        f"for {causes} reasons",
-    ]
+    none_wrong = f"None of {counts[False]['checked']:,} programs that break them is wrong without an error"
+    assert none_wrong in page.replace("\n", " ")
+    programs = f"{differ} of {checked:,} random programs"
+    return [f"[{programs}](docs/results/README.md#random-programs)", f"for {causes} reasons"]
 
 
 def figures_of_megatron_core() -> list[str]:
