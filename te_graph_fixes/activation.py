@@ -173,7 +173,8 @@ class _Activation:
         from .manifest import UNDO
 
         with contextlib.suppress(ImportError):  # `self.report` raises the error again, unless the fixes are off
-            # Import it before taking the lock: a child forked during an import waits forever if it imports this module.
+            # Import `decision` before taking the lock. A child that is forked during an import waits forever if the
+            # child imports the same module, because Python does not renew a module's import lock in a child.
             from .decision import settings_conflict
 
         with self._lock:

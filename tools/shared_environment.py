@@ -2,8 +2,9 @@
 
     python tools/shared_environment.py FOLDER
 
-The first call creates a virtual environment in FOLDER. Every call writes a ``.pth`` file for the running interpreter, a
-tox environment of the same Python. That interpreter then imports from FOLDER any package that it lacks.
+The first call creates a virtual environment in FOLDER. Every call writes a ``.pth`` file into the tox environment of
+the running interpreter, whose Python version must be that of FOLDER. The interpreter then imports from FOLDER any
+package that its own environment lacks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Isolation of an eager run from the job: its gradients, parameters, buffers and random states.
+"""Isolation of the job's gradients and other tensors from an eager run.
 
 A module may refer to a parameter from anywhere: a helper object, a closure, a view. The eager run therefore uses the
-real parameters. Meanwhile, autograd returns gradients instead of accumulating them, so no AccumulateGrad node runs, and
-no hook of such a node. Writes of torch operators to other tensors of the job, such as a global sum of losses, are
-reverted.
+real parameters. Meanwhile, autograd returns gradients instead of accumulating them, so neither an AccumulateGrad node
+nor a hook of such a node runs. Writes of torch operators to other tensors of the job, such as a global sum of losses,
+are reverted. `reference` restores the values of parameters and buffers, FP8 scales and random states.
 """
 
 from __future__ import annotations

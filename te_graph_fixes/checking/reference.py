@@ -67,7 +67,7 @@ class EagerReference:
     def __init__(self, module: Module, enabled: bool, recipe: Any, retain_graph: bool) -> None:
         """Create the reference of ``module``. The other arguments are options of the capture."""
         self.module, self.name, self.refusal = module, type(module).__name__, ""
-        self.changes: list[tuple[str, torch.Tensor]] = []  # names of the job's tensors, and their errors after runs
+        self.changes: list[tuple[str, torch.Tensor]] = []  # names of the job's tensors, and their changes by eager runs
         self.callables: list[int] = []  # the numbers of the callables that have this reference
         self.graph_leaves_marks = False  # true after a replay that has not cleared `FIRST`, unlike an eager forward
         self.parameters: dict[str, Any] = dict(module.named_parameters())

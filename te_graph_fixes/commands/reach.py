@@ -1,4 +1,4 @@
-"""Find the parts of a command line whose Python processes do not get the fixes from ``te-graph-fixes run``."""
+"""Find the parts of a command line, such as ``sudo``, that drop the environment of ``te-graph-fixes run``."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ PATCH = """
 +            with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
 +                frame.clear()  # frees the graphs, even if the caller keeps the error
 +    with contextlib.suppress(Exception):
-+        torch.cuda.empty_cache()  # later captures cannot reuse memory of this warmup's stream
++        torch.cuda.empty_cache()  # frees memory that only this warmup's stream could reuse
 +    raise
 +finally:
 +    set_capture_end()

@@ -48,7 +48,7 @@ PATCH = """
 FIX = Fix(
     symptom="inner modules lose FP8 if their class is captured elsewhere too, and nested te.ops.Sequential crashes",
     group="FP8 state",
-    affects="captured modules that contain modules of a captured class",
+    affects="captured modules that contain other modules with the class of a captured module",
     patch=PATCH,
     check_hints=("fp8 output", "fp8 gradient"),
 )

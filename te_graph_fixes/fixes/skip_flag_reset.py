@@ -3,9 +3,10 @@
 Upstream: none yet
 
 The flag is one tensor of shape [1]. Graphs that were captured with ``cache_quantized_params=True`` read it at a fixed
-address. After a ``reset()`` this memory is free, or belongs to another tensor. With the fix, the graphs own their flag,
-and fill it if the manager has another flag. ``reset()`` itself does not change, so later captures without cached
-weights find no flag.
+address. After a ``reset()`` this memory is free, or belongs to another tensor. With the fix, the graphs own the flag of
+their capture. If the manager has no flag at a replay, it gets the graphs' flag, which TE then fills. If the manager has
+another flag, the replay itself fills the graphs' flag. The fix does not change ``reset()``: until the next replay of
+such a graph, a capture without cached weights finds no flag.
 """
 
 from ..fix import Fix

@@ -203,9 +203,11 @@ class Capture:
             # A captured backward must not use a copy from the warmup, because this copy is not in graph memory.
             self._empty_queues()
         self.used = replay.fp8_state = UsedState()
-        # The ids of used states, and of the used states that eager training has updated since: by the end of an
-        # autocast inside the module, or by the backward of the first module of an autocast.
+        # The ids of the states that were used in an autocast inside the module, and of the states whose autocast has
+        # ended since. In eager training, the end of the autocast updates their scales.
         self._used_inside, self._updated_inside = set[int](), set[int]()
+        # The ids of the states whose use has a backward, and of the states that were used before the first FP8 module
+        # of a later autocast. In eager training, the backward of this first module updates their scales.
         self._used_with_backward, self._updated_in_backward = set[int](), set[int]()
         set_first_module(True)
 
@@ -439,5 +441,5 @@ def _copies_for_recomputations() -> list[Any]:
 
 
 def global_state() -> Any:
-    """Return the owner of TE's global FP8 state."""
+    """Return the object with TE's global FP8 state: ``quantization_state`` from TE 2.15 on, before that the manager."""
     return FP8GlobalStateManager.quantization_state if _HAS_STATE else FP8GlobalStateManager

@@ -121,7 +121,7 @@ class Call:
 
     resumed: Sequence[Any] = ()  # pairs of a module and the graph's recipe states, which become the module's states
     copied_inputs: Sequence[int] = ()  # the indexes of inputs whose gradients are returned as copies
-    was_first_module = False  # True if no module of the autocast had taken the flag of the first FP8 module yet
+    was_first_module = False  # True if no module took the autocast's flag of the first FP8 module before this forward
     updates_backward = False  # True if a step of its backward, instead of TE, updates the scales of all backwards
     in_backward = False  # True if the forward was run in a backward
     has_hooks = False  # True if the forward was run under the hooks of a checkpoint

@@ -409,7 +409,7 @@ def unfreeze(t: Training) -> None:
 
 @event
 def raise_in_autocast(t: Training) -> None:
-    """Run a forward without a backward, then raise an exception inside an autocast."""
+    """Run a forward without a backward in an autocast, and leave the autocast by an exception."""
     t.begin()
     with contextlib.suppress(ZeroDivisionError), autocast(t.recipe):
         t.forward(random(), t.chunk(0), 0)

@@ -1,4 +1,4 @@
-"""Find programs whose eager training the fixes change, or whose correct graphs fail, differ or cost more with them.
+"""Find programs that the fixes make worse: eager training changes, or correct graphs fail, differ or cost more.
 
 On the simulator, the costs are the numbers of kernels, copies and module forwards, and the memory of graphs. On a GPU,
 only values are compared.

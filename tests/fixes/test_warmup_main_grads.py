@@ -1,4 +1,4 @@
-"""Test on the simulator that changes of ``main_grad`` by the user's warmup hooks remain after the capture."""
+"""Test on the simulator that a capture restores each ``main_grad``, but keeps changes by the user's hooks."""
 
 from __future__ import annotations
 

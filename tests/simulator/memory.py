@@ -241,7 +241,7 @@ def view(storage: torch.UntypedStorage, like: torch.Tensor, nbytes_offset: int =
 
 
 class _Outside:
-    """Memory outside of pools whose address a graph or a weak reference has."""
+    """Memory that is outside of pools, and whose address a graph or a weak reference has."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""Events of programs: inference, new and failed captures, and calls with wrong arguments. `train` runs a program."""
+"""Events of programs, such as steps, inference, failed captures and calls with wrong arguments, and `train`."""
 
 from __future__ import annotations
 
