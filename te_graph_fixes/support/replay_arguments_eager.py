@@ -38,12 +38,9 @@ class EagerModule:
             # A compiled function would hide its operations.
             is_eager = getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager")
             with torch.set_grad_enabled(takes_grads), is_eager:
-                with _Operations() as of_full:
-                    outputs = self._run(full, specs)
-                with _Operations(of_full.found) as of_small:
-                    small_outputs = self._run(leaves, specs)
-            is_complete = len(of_small.found) == len(of_full.found)
-            return is_complete and all(map(_is_same_output, small_outputs, outputs))
+                outputs = self._run(full, specs, of_full := _Operations())
+                small_outputs = self._run(leaves, specs, of_small := _SmallerOperations(of_full.found))
+            return of_small.are_same() and all(map(_is_same_output, small_outputs, outputs))
 
         return self._ask((takes_grads, *(getattr(leaf, "shape", None) for leaf in leaves)), answer, if_unknown=False)
 
@@ -56,8 +53,7 @@ class EagerModule:
                 for leaf, is_asked in zip(leaves, asked, strict=True)
             ]
             with torch.enable_grad():
-                given = [value.clone() if is_asked else value for value, is_asked in zip(inputs, asked, strict=True)]
-                nodes = [getattr(output, "grad_fn", None) for output in self._run(given, specs)]
+                nodes = [getattr(output, "grad_fn", None) for output in self._run(inputs, specs)]
             variables = {id(value) for value, is_asked in zip(inputs, asked, strict=True) if is_asked}
             seen = set()
             while nodes:
@@ -78,13 +74,14 @@ class EagerModule:
                 self.answers[question] = if_unknown
         return self.answers[question]
 
-    def _run(self, leaves: Sequence[Any], specs: Specs) -> list[Any]:
-        """Run the forward without FP8, and return the outputs in a flat list."""
+    def _run(self, leaves: Sequence[Any], specs: Specs, operations: Any = None) -> list[Any]:
+        """Run the forward without FP8 on copies of the tensors, and return the outputs in a flat list."""
         count = specs[0].num_leaves
+        leaves = [leaf.clone() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
         args, values = tree_unflatten([*leaves[:count]], specs[0]), tree_unflatten([*leaves[count:]], specs[1])
         # These hooks hide the run from a surrounding checkpoint.
         unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with self._restored(), autocast(enabled=False), unchanged:
+        with self._restored(), autocast(enabled=False), unchanged, operations or contextlib.nullcontext():
             outputs = self._forward(*args, **dict(zip(self._keywords, values, strict=True)))
         leaves_of_outputs: list[Any] = tree_flatten(outputs)[0]
         return leaves_of_outputs
@@ -115,44 +112,68 @@ class EagerModule:
                     tensor.copy_(copy)
 
 
+_NOT_COMPUTED = {
+    *("__get__", "__getitem__", "view", "view_as", "reshape", "flatten", "expand", "expand_as", "squeeze", "unsqueeze"),
+    *("transpose", "permute", "movedim", "contiguous", "detach", "chunk", "split", "unbind"),
+    *("empty", "empty_like", "empty_strided", "new_empty"),
+}
+"""The names of functions that return an attribute or a part of their argument, or uninitialized memory."""
+
+
 class _Operations(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
-    """The functions of torch that a forward calls, each with the shapes and checksums of its tensors (``found``).
+    """The operations of torch in a forward: each function, with the shapes and checksums of its tensors (``found``)."""
 
-    With the operations that a forward with expanded inputs has ``found``, raise ValueError if an operation on smaller
-    tensors differs. A smaller tensor must broadcast to the tensor of the other forward, and need no gradient.
-    """
-
-    def __init__(self, expected: Sequence[Any] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.found: list[Any] = []
-        self._expected = iter(expected)
+        self.found: list[tuple[Any, list[tuple[Any, int]]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as Tensor.shape
-            return result
-        leaves = tree_flatten((args, kwargs, result))[0]
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
-        expected_func, expected = next(self._expected, (func, None))
-        if expected is None:
-            expected = [(tensor.shape, _checksum(tensor)) for tensor in tensors]
-        is_same = func is expected_func and len(tensors) == len(expected)
-        smaller = [t for t, (shape, _) in zip(tensors, expected, strict=False) if t.shape != shape]
-        if smaller and is_same:
-            sums = [_checksum(t.expand(shape)) for t, (shape, _) in zip(tensors, expected, strict=True)]
-            is_same = not any(t.requires_grad for t in smaller) and sums == [checksum for _, checksum in expected]
-        if not is_same:
-            raise ValueError(f"{func} computes other values, or sums a gradient in another order")
-        self.found.append((func, expected))
+        if getattr(func, "__name__", "") not in _NOT_COMPUTED and _tensors(result):
+            self.note(func, _tensors((args, kwargs, result)))
         return result
+
+    def note(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self.found.append((func, [(tensor.shape, _checksum(tensor)) for tensor in tensors]))
+
+
+class _SmallerOperations(_Operations):
+    """The operations of a forward with smaller inputs, compared with the operations of a forward with full inputs."""
+
+    def __init__(self, expected: Sequence[Any]) -> None:
+        super().__init__()
+        self._expected = [*reversed(expected)]
+        self._is_same = True
+
+    def note(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Compare an operation. A smaller tensor must broadcast to the full tensor, and need no gradient."""
+        expected_func, expected = self._expected.pop() if self._expected else (None, [])
+        self._is_same &= func is expected_func and len(tensors) == len(expected)
+        pairs = [*zip(tensors, expected, strict=False)]
+        if self._is_same and any(tensor.shape != shape for tensor, (shape, _) in pairs):
+            for tensor, (shape, checksum) in pairs:
+                is_smaller = tensor.shape != shape
+                self._is_same &= (
+                    not (is_smaller and tensor.requires_grad) and _checksum(tensor.expand(shape)) == checksum
+                )
+
+    def are_same(self) -> bool:
+        """Return whether all operations were the same after the end of the forward."""
+        return self._is_same and not self._expected
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the plain tensors in nested containers, without the tensors of `torch.func`, which have no memory."""
+    plain = [leaf for leaf in tree_flatten(values)[0] if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+    return [tensor for tensor in plain if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
 
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Return a number that depends on every bit of a tensor and on its place."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-    values = tensor.detach().contiguous().flatten().view(integers[tensor.element_size()]).int()
-    places = torch.arange(1, 1 + len(values), dtype=torch.int32, device=tensor.device)
-    return int((values * places).sum())
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    integers = values.view({1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)).long()
+    odd_numbers = torch.arange(1, 2 * len(integers), 2, device=tensor.device)
+    return int((integers * odd_numbers).sum())
 
 
 def _scales(module: Any) -> list[torch.Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from operator import eq, is_
 from types import CodeType, FrameType
 from typing import Any
@@ -137,7 +137,10 @@ class CallableTensors:
     ) -> None:
         modules = [*dict.fromkeys([*modules, *(module for module, _ in used.lookups)])]
         plain = [value for module in modules for name, value in vars(module).items() if name not in _REGISTRIES]
-        inputs = {*returned, *(tensor for tensor in tensors_in(plain) if isinstance(tensor, torch.nn.Parameter))}
+        inputs = {
+            *returned,
+            *(tensor for tensor in tensors_in(plain, modules) if isinstance(tensor, torch.nn.Parameter)),
+        }
         whole = [module for module in modules if module in used.whole]
         parameters = [
             (module._parameters, name, value)
@@ -235,9 +238,12 @@ def _is_fused(weight: torch.Tensor, grad: torch.Tensor | None, may_fuse: set[tor
     return _has_address(weight, "main_grad") and (is_marked or (grad is None and weight in may_fuse))
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, and in the attributes of modules, dataclasses and partial functions."""
-    found: dict[int, Any] = {}
+def tensors_in(value: Any, skipped: Iterable[torch.nn.Module] = ()) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, partial functions, and attributes of dataclasses and modules.
+
+    The ``skipped`` modules and all hooks are not searched.
+    """
+    found: dict[int, Any] = {id(module): module for module in skipped}
     rest = [value]
     while rest:
         value = rest.pop()
@@ -252,11 +258,14 @@ def _parts(value: Any) -> Collection[Any]:
     """Return the values that a container or an object holds, or () for any other value."""
     if isinstance(value, torch.Tensor):
         return ()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, (list, tuple, set, deque)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
-    is_object = isinstance(value, torch.nn.Module) or (is_dataclass(value) and not isinstance(value, type))
-    return getattr(value, "__dict__", {}).values() if is_object else ()
+    if isinstance(value, torch.nn.Module):
+        return [part for name, part in vars(value).items() if "_hooks" not in name]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()

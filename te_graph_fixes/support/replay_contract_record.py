@@ -75,8 +75,10 @@ class CaptureRecord:
         observed = self.observed[replay]
         observed.ran.add(module)
         observed.note_fp8(module)
-        for output in tensors_in(outputs):
-            self._versions.setdefault(id(output), (weakref.ref(output), version(output)))
+        for output in map(_base, tensors_in(outputs)):
+            known, _ = self._versions.get(id(output), (None, None))
+            if known is None or known() is not output:
+                self._versions[id(output)] = weakref.ref(output), version(output)
         states, self._random_states = self._random_states, _random_states()
         observed.draws |= not all(map(torch.equal, states, self._random_states))
         for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
@@ -175,7 +177,9 @@ class Record:
 
         unwritten = [*filter(capture.is_unwritten, held)]
         unwritten_inputs = [*filter(capture.is_unwritten, plain_tensors(static_inputs[:inputs]))]
-        kept = {*map(storage_of, (*unwritten, *filter(capture.is_unwritten, outputs)))} - {0}
+        of_inputs = {*map(storage_of, plain_tensors(static_inputs[:inputs]))}
+        constants = {storage_of(output) for output in outputs if capture.is_unwritten(_base(output))} - of_inputs
+        kept = (constants | {*map(storage_of, unwritten)}) - {0}
         self.keeps_output = [isinstance(output, torch.Tensor) and storage_of(output) in kept for output in returned]
         self.written = _written_outputs(outputs, kept, unwritten_inputs)
         is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, self.written))
@@ -217,6 +221,11 @@ def plain_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that contain the data of a quantized tensor, or [tensor] for a plain tensor."""
     return plain_tensors(vars(tensor).values()) if isinstance(tensor, QuantizedTensor) else [tensor]
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which ``tensor`` is a view, or ``tensor`` itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def version(tensor: torch.Tensor) -> Any:

@@ -196,6 +196,14 @@ def returned_after_checkpoint(capture):
         yield second.buffer.clone()
 
 
+def argument_after_checkpoint(capture):
+    first, second = linear(), Own(lambda self, x, y: (self.l(x), y), l=linear())
+    capture((first, second), ((x(),), (x(), x(requires_grad=False))))
+    _, argument = second(checkpoint(first, x(), use_reentrant=False), x(requires_grad=False))
+    second(x(), x(requires_grad=False))
+    yield argument
+
+
 def changed_buffer(capture):
     def function(self, x):
         self.buffer.add_(1)
@@ -215,7 +223,7 @@ class Spare(torch.nn.Module):
         self.unused, self.frozen = [torch.nn.Parameter(torch.ones(H)) for _ in range(2)]
         self.frozen.requires_grad_(False)
         self.read = torch.nn.Parameter(torch.ones(H), requires_grad=False)
-        self.lists = [self.read]
+        self.lists, self.of_itself = [self.read], partial(print, self)
         self.after = torch.nn.Sequential(torch.nn.Linear(H, H, bias=False).requires_grad_(False))
         self.adapters = torch.nn.ModuleList()
 
@@ -338,12 +346,8 @@ def inside(module):
     return copy.deepcopy(torch.nn.ModuleList([module]))[0]
 
 
-class OwnMethods(torch.nn.Linear):
-    pass
-
-
 def own_methods(capture):
-    module = OwnMethods(H, H)
+    module = torch.nn.Linear(H, H)
     module.reset = "own"
     reduce = type(module).__reduce_ex__
     module.__reduce_ex__ = lambda protocol: (module.tags.append(1), reduce(module, protocol))[1]
@@ -365,6 +369,7 @@ EQUAL = {
     "returned argument": returned_argument,
     "returned constant": returned_constant,
     "buffer returned after a checkpoint": returned_after_checkpoint,
+    "argument returned after a checkpoint": argument_after_checkpoint,
     "forward removed": partial(copies, later=lambda m: delattr(m, "forward")),
     "forward replaced": partial(copies, later=lambda m: setattr(m, "forward", lambda x, run=m.forward: 2 * run(x))),
     "unused item of a ModuleDict added": added_item,
@@ -427,15 +432,11 @@ RAISES = {
 }
 """Programs that a graph cannot compute, each with a part of the error that it must raise."""
 
+OF_EXPERTS = {"frozen": {"is_trained": False}, "original input": {"is_trained": True, "save_original_input": True}}
+RELEASED = ONE_BACKWARD if hasattr(quantized_tensor, "restore_from_func_ctx") else "equal"  # from TE 2.15 on
 PROGRAMS |= {
-    f"several losses of experts, {name}": (
-        partial(several_losses_of_experts, **options),
-        ONE_BACKWARD if hasattr(quantized_tensor, "restore_from_func_ctx") else "equal",  # from TE 2.15 on
-    )
-    for name, options in {
-        "frozen": {"is_trained": False},
-        "original input": {"is_trained": True, "save_original_input": True},
-    }.items()
+    f"several losses of experts, {name}": (partial(several_losses_of_experts, **options), RELEASED)
+    for name, options in OF_EXPERTS.items()
 }
 PROGRAMS |= {name: (function, "equal") for name, function in EQUAL.items()}
 PROGRAMS |= {name: (function, "inplace") for name, function in INPLACE.items()}
