@@ -33,10 +33,10 @@ class SavedState:
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:
-        self._values = {module: _mark(module) for module in modules}
-        classes = {cls for module in self._values for cls in type(module).__mro__}
-        self._attributes = [(owner, vars(owner).get(MARK, _MISSING)) for owner in (*self._values, *classes)]
-        cached = {module: getattr(module, "_fp8_workspaces", None) for module in self._values}
+        self.marks = {module: _mark(module) for module in modules}
+        classes = {cls for module in self.marks for cls in type(module).__mro__}
+        self._attributes = [(owner, vars(owner).get(MARK, _MISSING)) for owner in (*self.marks, *classes)]
+        cached = {module: getattr(module, "_fp8_workspaces", None) for module in self.marks}
         self._weights = {module: (weights, {**weights}) for module, weights in cached.items() if weights is not None}
 
     def restore_weights(self, modules: Collection[Any]) -> None:
@@ -57,7 +57,7 @@ class SavedState:
                 del vars(owner)[MARK]
             else:
                 vars(owner)[MARK] = value
-        for module, value in self._values.items():
+        for module, value in self.marks.items():
             if _mark(module) is value:
                 continue
             with contextlib.suppress(AttributeError):  # a property without a setter
@@ -70,8 +70,7 @@ class FirstMicrobatches:
     def __init__(self, callables: Iterable[Any], caches_weights: bool) -> None:
         modules = [module for function in callables for module in _modules(function)]
         self._saved = SavedState(modules)
-        marks = {module: _mark(module) for module in modules}
-        self._marks = {module: mark for module, mark in marks.items() if mark is not _MISSING}
+        self._marks = {module: mark for module, mark in self._saved.marks.items() if mark is not _MISSING}
         self._told_first: set[Any] = set()
         self._told_later: set[Any] = set()
         self._caches_weights = caches_weights

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from operator import eq, is_
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -247,8 +247,10 @@ def tensors_in(value: Any, skipped: Iterable[torch.nn.Module] = ()) -> list[torc
     rest = [value]
     while rest:
         value = rest.pop()
+        if id(value) in found:
+            continue
         parts = _parts(value)
-        if id(value) not in found and (parts or isinstance(value, torch.Tensor)):
+        if parts or isinstance(value, torch.Tensor):
             found[id(value)] = value
             rest += parts
     return [value for value in found.values() if isinstance(value, torch.Tensor)]
@@ -258,7 +260,7 @@ def _parts(value: Any) -> Collection[Any]:
     """Return the values that a container or an object holds, or () for any other value."""
     if isinstance(value, torch.Tensor):
         return ()
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, UserDict, MappingProxyType)):  # other mappings may load their values
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value

@@ -75,13 +75,14 @@ class CaptureRecord:
         observed = self.observed[replay]
         observed.ran.add(module)
         observed.note_fp8(module)
-        for output in map(_base, tensors_in(outputs)):
+        tensors = tensors_in(outputs)
+        for output in map(_base, tensors):
             known, _ = self._versions.get(id(output), (None, None))
             if known is None or known() is not output:
                 self._versions[id(output)] = weakref.ref(output), version(output)
         states, self._random_states = self._random_states, _random_states()
         observed.draws |= not all(map(torch.equal, states, self._random_states))
-        for key in {storage_of(output) for output in tensors_in(outputs)} & self._buffers.keys():
+        for key in {*map(storage_of, tensors)} & self._buffers.keys():
             values, buffer = self._returned.setdefault(key, []), self._buffers[key]()
             if buffer is not None and (len(values) < 2 or torch.equal(*values)):
                 values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and a later one
