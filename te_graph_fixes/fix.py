@@ -166,7 +166,7 @@ class Fix:
             details = "\n".join([f"for the bug: {error}", *misfits])
             return Assessment(Verdict.UNRECOGNIZED, str(error), details=details)
         if upstream_fix:
-            raise UnrecognizedError("looked for the bug or an upstream fix, found both")
+            raise UnrecognizedError("expected the bug or an upstream fix, but found both")
         new_modules = imported_modules(self.patch)
         return Assessment(
             Verdict.APPLICABLE, self.summary, edits=tuple(changes), new_modules=new_modules, after=self.after

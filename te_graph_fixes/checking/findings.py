@@ -213,6 +213,8 @@ class Check:
         self._hook.remove()
         self.lifetimes.undo.close()
         self._end_step()
+        numbers = range(next(self.numbers))
+        self.totals["not reached"] = sum(self._printed.isdisjoint({n, ("left out", n)}) for n in numbers)
         for reference in self.references:
             reference.own.clear()
         if self._job[2] > 1 and threading.main_thread().is_alive():
@@ -275,6 +277,8 @@ def _sentence(totals: list[Counter[str]]) -> str:
         verdict += f", except {total['noisy']:,} that two eager runs do not reproduce"
     if total["left out"]:
         verdict += f"; {count(total['left out'], 'callable')} left out"
+    if total["not reached"]:
+        verdict += f"; {count(total['not reached'], 'callable')} not reached"
     if steps == 1:
         verdict += "; one step cannot reveal stale weights: check at least 2"
     return f"{scope}: {verdict}"

@@ -113,7 +113,7 @@ class Engine:
         for leaf in leaves:
             if leaf not in self._isolated.grads:
                 if hasattr(leaf, "main_grad"):
-                    raise NotIsolatedError("it uses a parameter with a main_grad that belongs to another module")
+                    raise NotIsolatedError("it uses a parameter that has a main_grad but belongs to another module")
                 self._isolated.set_aside_gradient(leaf)
         grads = self._engine.run_backward(*arguments, leaves, True) if leaves else ()
         for leaf, grad in zip(leaves, grads, strict=True):

@@ -39,7 +39,7 @@ NO_CACHES: dict[str, Any] = {
 }
 GRAPHED = ("forward", "backward_dw", "reset")  # TE sets these on a module that is graphed without a schedule
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
-"""The module of Megatron-Core whose `FLAG` is true during a capture, in older and newer versions."""
+"""The modules of Megatron-Core whose `FLAG` is true during a capture, of older and of newer versions."""
 FLAG = "_IS_GRAPH_CAPTURING"
 Values = dict[str, Any]
 """Tensors by readable names: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""

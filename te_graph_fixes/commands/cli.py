@@ -234,7 +234,7 @@ def _issue(options: argparse.Namespace) -> int:
 
     The report contains versions, verdicts and file digests, and only those lines of TE's source that do not match.
 
-    exit status: 0; 2 no TE
+    exit status: 0 the report was printed; 2 no TE
     example: te-graph-fixes issue > report.txt
     """
     reading = read(_source(options))

@@ -217,7 +217,7 @@ class Preconditions:
                 "its main_grad. Capture again."
             )
         if call.has_hooks and not call.in_backward and self._recomputed == [pool.time(record.forward)]:
-            # A checkpoint without reentrant autograd has recomputed the forward once. This backward reads new values.
+            # A non-reentrant checkpoint recomputed the forward once, so this backward reads the recomputed values.
             since = pool.time(record.forward)
         elif since >= self._since:
             since = pool.time(record.forward)  # later forwards computed the same values

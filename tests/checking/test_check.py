@@ -63,7 +63,7 @@ CHECKPOINTED = json.dumps({**CORRECT["te.checkpoint"], "recipe": "delayed"})
 LEFT_OUT = {
     "left out a buffer": "its eager run changed buffer count, which the check restored",
     "left out a main grad in a closure": "its eager run changed main_grad of scale, which the check restored",
-    "left out a fused module in a list": "it uses a parameter with a main_grad that belongs to another module",
+    "left out a fused module in a list": "it uses a parameter that has a main_grad but belongs to another module",
     "left out an fp8 module in a list": "it runs a module in delayed scaling that is not one of its submodules",
     "left out a parameter added afterwards": "parameters were added to it after its capture",
     CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
@@ -231,13 +231,14 @@ ONE_STEP = "all equal; one step cannot reveal stale weights: check at least 2"
     [
         ({}, EQUAL),
         ({"check": "2,layers=2", "steps": 6}, "fixes on: 4 steps, 4 callables, .*all equal"),
+        ({"check": "2,layers=2", "steps": 2}, "fixes on: 2 steps, 2 callables, .*all equal; 2 callables not reached"),
         ({"check": "1"}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"steps": 1}, f"fixes on: 1 step, 4 callables, .*{ONE_STEP}"),
         ({"first": "import transformer_engine.pytorch\n"}, EQUAL),
         ({"before": "sys.exit()"}, ".*, as no graph of TransformerEngine's make_graphed_callables was replayed"),
         ({"after": AGAIN}, "rank 0, graphs captured from now on are not compared, because the checked steps are over"),
     ],
-    ids=["all", "layers", "one step", "an early end", "TE first", "no graphs", "late graphs"],
+    ids=["all", "layers", "too few steps", "one step", "an early end", "TE first", "no graphs", "late graphs"],
 )
 def test_the_last_line_of_a_job(job: dict[str, Any], last: str) -> None:
     done = loop(**{"first": "import sys\n", **job})

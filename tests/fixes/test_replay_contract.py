@@ -529,7 +529,7 @@ COMPARED = ["has its graph"] * 3 + ["True", "its own True True", "True"]
     ],
 )
 def test_copies_are_eager_and_the_original_keeps_its_graph(module: str, run: str, printed: list[str]) -> None:
-    """Copies, and copies of copies, must be eager. Their class, which may define ``__deepcopy__``, must not change."""
+    """Copies of a captured module, and copies of copies, must be eager, even if its class has a ``__deepcopy__``."""
     assert run_program(COPIES.replace("MODULE", module).replace("RUN", run)).splitlines() == printed
 
 

@@ -26,7 +26,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permu
 """Operations that only allocate. A replay does not repeat them."""
 
 _REFUSED = {aten.resize_, aten.resize_as_}
-"""Operations that cannot be captured, because they allocate memory outside of pools for an existing tensor."""
+"""Operations that cannot be captured, because they allocate memory for an existing tensor outside the graph's pool."""
 
 
 on_launch: Callable[[Any], None] | None = None
@@ -223,7 +223,7 @@ class Capture(TorchDispatchMode):
         if set(given) - {torch.default_generator} or (torch.Tag.nondeterministic_seeded in tags and not known):
             raise self.refuse(f"{name} draws from a generator that is not registered with the graph")
         if func.overloadpacket in _REFUSED:
-            raise self.refuse(f"the simulator cannot replay {name}, which exchanges the memory of a tensor")
+            raise self.refuse(f"the simulator cannot replay {name}, which replaces the storage of a tensor")
 
     def _run(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -319,7 +319,7 @@ OF_CLASSES: dict[str, dict[str, Any]] = {
     "class": {"is_first_microbatch": False},
     "property": {"is_first": True, "is_first_microbatch": property(lambda module: module.is_first)},
 }
-"""The attributes of a module's class, for the values of ``weights`` that set ``is_first_microbatch`` on classes."""
+"""For each value of ``weights`` that sets ``is_first_microbatch`` on a class, the attributes of this class."""
 MARKS_OF_THE_LOOP = ("set", *OF_CLASSES)
 
 
