@@ -95,7 +95,7 @@ def test_a_slurm_script(script: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     is_check = "--check" in script
     switch = "off" if is_check else "on" if "--container" in script else None
-    arguments = "--load last --exit-interval 10 ..." if is_check else "--load last --save last ..."
+    arguments = "--load last --finetune --exit-interval 10 ..." if is_check else "--load last --save last ..."
     lines = [f"{rank} {rank} 2 host-1 {switch} {'on' if is_check else None} True {arguments}" for rank in "01"]
     assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
 
