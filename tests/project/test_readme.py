@@ -205,7 +205,7 @@ def figures_of_versions() -> list[str]:
     megatron = sorted({version for row in table for version in re.findall(r"\b0\.(\d+)\.\d+", row[1])})
     newest = ".".join(VERSIONS[-1].split(".")[:2])
     return [
-        f"| TE | {OLDEST} to {newest};",
+        f"| TE | {OLDEST} to {newest}, and main;",
         f"| Python, torch | {pythons[0]} to {pythons[-1]} ",
         f"[measured](docs/results/megatron.md) with 0.{megatron[0]} to 0.{megatron[-1]}",
     ]
