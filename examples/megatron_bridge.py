@@ -1,4 +1,4 @@
-"""Train a small Nemotron-3-Nano recipe of Megatron-Bridge with graphs off, TE's graphs, and te-graph-fixes.
+"""Train a small Nemotron 3 Nano with Megatron-Bridge: graphs off, TransformerEngine's (TE's) graphs, te-graph-fixes.
 
     python examples/megatron_bridge.py                # in a NeMo container, on two GPUs
     python examples/megatron_bridge.py --check        # two more runs, under `te-graph-fixes run --check`
@@ -21,7 +21,7 @@ from megatron_runs import WARMUP, Training, add_arguments, run_and_report
 
 AS_RANK = "--as-a-rank"
 NEVER = 1000
-"""A number of warmup steps above the number of steps of the training."""
+"""A number of warmup steps that the training does not reach, so it captures no graphs."""
 SMALL = {
     "hybrid_layer_pattern": "MEM*EMEM*E",
     "num_layers": 10,

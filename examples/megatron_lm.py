@@ -12,8 +12,8 @@ parameter, the time of a step and the peak memory. It also draws a picture, if m
 the same model on mock data in deterministic mode, so correct runs print the same digits. With --check, two more runs
 compare graphs with eager modules during the training. `hybrid` needs mamba-ssm.
 
-Exit with 1 if a loss or norm with te-graph-fixes differs from graphs off, or if a run with --check changes a printed
-digit or finds a mismatch with te-graph-fixes. Exit with 2 for wrong usage, or if the run without graphs fails.
+Exit with 1 if the run with the fixes fails or differs from graphs off, if a run with --check fails or changes a digit,
+or if the check with the fixes finds a mismatch. Exit with 2 for wrong usage, or if the run with graphs off fails.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python examples/megatron_moe.py                       # one GPU, TE and megatron-core
     TE_GRAPH_FIXES=off python examples/megatron_moe.py    # with the fixes off
 
-The model has two layers, experts padded to their capacity, FP8, and weight gradients that are fused into fp32
-``main_grad``. Whole layers are captured (``cuda_graph_impl="transformer_engine"``). The program trains for three
-optimizer steps of three microbatches. Exit with 1 if a gradient differs.
+The model has two layers, experts padded to their capacity, and weight gradients that are fused into fp32 ``main_grad``.
+The argument is the recipe, a key of `RECIPES` (default: ``fp8-delayed``). Whole layers are captured
+(``cuda_graph_impl="transformer_engine"``). The program trains for three optimizer steps of three microbatches. Exit
+with 1 if a gradient differs.
 
-The line ``import te_graph_fixes`` applies the fixes. A program without this line can be started with
-``te-graph-fixes run``.
+The line ``import te_graph_fixes`` applies the fixes. A program without this line needs ``te-graph-fixes run``.
 """
 
 from __future__ import annotations

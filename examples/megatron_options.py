@@ -1,4 +1,4 @@
-"""Train with many options of Megatron-LM: graphs off, TransformerEngine's (TE's) graphs, and te-graph-fixes.
+"""Test many options of Megatron-LM in three settings: graphs off, TransformerEngine's (TE's) graphs, te-graph-fixes.
 
     python examples/megatron_options.py ~/Megatron-LM                        # all options for two GPUs
     python examples/megatron_options.py ~/Megatron-LM --gpus 4               # also the options for four GPUs
@@ -6,13 +6,13 @@
     python examples/megatron_options.py --list                               # the names and flags of the options
     python examples/megatron_options.py --table JSON ...                     # the results of earlier runs as Markdown
 
-For each option, four runs train a small model on mock data in deterministic mode: one in each of the three settings,
-and one with the fixes under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. The program compares
-the printed losses and norms with those of the run with graphs off, digit by digit. If it is interrupted, it ends the
-runs in progress and prints the results of the finished runs.
+For each option, runs train a small model on mock data in deterministic mode: one in each setting and, except with
+Megatron's own graphs, one with the fixes under `te-graph-fixes run --check`. Up to `--at-once` runs share the GPUs. The
+program compares the printed losses and norms with the values of the run with graphs off, digit by digit. If the program
+is interrupted, it ends the runs in progress and prints the results of the finished options.
 
-Exit with 1 if a loss or norm with te-graph-fixes differs, if a check finds a mismatch, or if a run did not finish. Exit
-with 2 for wrong usage.
+Exit with 1 if a run with te-graph-fixes fails or differs from graphs off, if a check finds a mismatch, or after an
+interrupt. Exit with 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("names", metavar="OPTION", nargs="*", help="default: all options for at most --gpus GPUs")
     parser.add_argument("--list", action="store_true", help="print the options, and exit")
     parser.add_argument(
-        "--table", metavar="JSON", type=Path, nargs="+", help="print earlier runs' options.json, and exit"
+        "--table", metavar="JSON", type=Path, nargs="+", help="print a table of earlier runs' results, and exit"
     )
     parser.add_argument("--no-check", action="store_true", help="omit the runs under --check")
     parser.add_argument("--gpus", type=int, default=Option.gpus, help="the number of GPUs; default: %(default)s")
@@ -265,7 +265,7 @@ def parse() -> argparse.Namespace:
 
 
 def is_good(recorded: Mapping[str, Any]) -> bool:
-    """Return whether nothing differs with te-graph-fixes, or the option cannot run without graphs."""
+    """Return True if nothing differs with te-graph-fixes and in the check, or if the option fails without graphs."""
     _, fixed, check = outcomes(recorded)
     return fixed in ("0", "-") and (check == "-" or check.endswith(" equal"))
 
