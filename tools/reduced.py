@@ -1,4 +1,4 @@
-"""Remove from patches the unused parts of the *spine*: te_graph_fixes/support/replay.py and the edits that call it."""
+"""Remove unused code from patches: parts of support modules and of the *spine* (replay.py and edits that call it)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _used(edit: Edit, kinds: set[str], unused: set[str]) -> Edit:
 
 
 def _with_steps(text: str, steps: set[tuple[str, str]], unused: set[str], is_ordered: bool) -> str:
-    """Return the text of the spine with these steps only, and without unused facts of a call."""
+    """Return the text of the spine with only these ``steps``, and without the ``unused`` attributes of a `Call`."""
     (order,) = re.findall(r"^ORDER: .*?^}\n", text, re.MULTILINE | re.DOTALL)
     declared = ""
     used = []

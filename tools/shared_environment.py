@@ -3,7 +3,7 @@
     python tools/shared_environment.py FOLDER
 
 The first call creates a virtual environment in FOLDER. Every call writes a ``.pth`` file into the tox environment of
-the running interpreter, whose Python version must be that of FOLDER. The interpreter then imports from FOLDER any
+the running interpreter, which must have the same Python version as FOLDER. The interpreter then imports from FOLDER any
 package that its own environment lacks.
 """
 

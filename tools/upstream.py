@@ -129,7 +129,7 @@ def diffs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def diff(path: str, before: str, after: str) -> str:
-    """Return a unified diff with git's names, or an empty text if the texts are equal."""
+    """Return a unified diff with git's headers, or an empty text if the texts are equal."""
     if before == after:
         return ""
     old = f"a/{path}" if before else "/dev/null"

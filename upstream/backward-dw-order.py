@@ -8,7 +8,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def _train_in_order(order: List[float], *, graphed: bool) -> torch.Tensor:
-    """Run the entries of ``order`` and return the main_grad of each chunk, which is one layer."""
+    """Run the entries of ``order``. Return stacked main_grads of the chunks (one layer each)."""
     chunks = int(max(order))
     microbatches = order.count(1)
     torch.manual_seed(1)

@@ -6,7 +6,7 @@ from transformer_engine.pytorch import GroupedLinear, LayerNormMLP, Linear, make
 
 
 def _delayed_wgrads(module_class, *, graphed: bool) -> dict:
-    """Return the gradient of each parameter by name after one microbatch."""
+    """Return each parameter's gradient (or None) after one microbatch, by name."""
     torch.manual_seed(1)
     kwargs = {"bias": True, "params_dtype": torch.bfloat16, "device": "cuda"}
     kwargs["delay_wgrad_compute"] = True

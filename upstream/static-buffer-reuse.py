@@ -6,7 +6,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _TwoOutputs(Linear):
-    """A linear layer with two inputs that also returns the signs of its output."""
+    """A linear layer that has two inputs, and returns its output and the signs of its output."""
 
     place = 0
 

@@ -366,7 +366,7 @@ assert results() == RIGHT  # the failed import has left no module
 assert statuses() == {{"graph": "not-needed", "linear": "applied"}}
 """,
         TE_GRAPH_FIXES_STRICT="1",
-        PYTHONDONTWRITEBYTECODE="1",  # Python would use the bytecode of an earlier text from the same second
+        PYTHONDONTWRITEBYTECODE="1",  # otherwise, Python would use the bytecode of an earlier text from the same second
     )
 
 

@@ -40,7 +40,7 @@ def count(status):
 
 
 def child(code: str, path: tuple[Path | str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `SETUP` and ``code`` in a fork of a process with torch. ``path`` comes first in the search path."""
+    """Run `SETUP` and ``code`` in a fork of a process that has imported torch. The fork searches ``path`` first."""
     program = SETUP + textwrap.dedent(code)
     return on_simulator("-c", program, path=os.pathsep.join(map(str, path)), imported=(), **variables)
 
@@ -63,7 +63,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of TE's Python sources and metadata."""
+    """Return a folder with a copy of TE's Python sources and metadata."""
     return copy_of(Path(Source.installed().location).parent, tmp_path_factory.mktemp("te"))
 
 

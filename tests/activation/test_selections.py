@@ -1,4 +1,4 @@
-"""Test that selecting a fix also selects the fixes that it requires, and that disabling it disables its dependents.
+"""Test that selecting a fix also selects the fixes that it requires, and that disabling a fix disables its dependents.
 
 tests/fixes/test_selections_on_the_simulator.py measures which fixes need another fix.
 """

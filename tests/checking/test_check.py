@@ -145,7 +145,7 @@ BUGS = {
     "param-grad-lifetime": "plain-grad",
     "stale-fp8-weights": "other-module-first",
 }
-"""The case of `verify` for each bug that a check can find."""
+"""Some of the bugs that a check can find, each with a case of `verify` that has the bug."""
 EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
 """The options of a program in which a replay overwrites the ``.grad`` of an earlier microbatch."""
 
@@ -288,12 +288,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 for layer in layers:
     shards = distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Shard(0)])
-    shards._is_param = True  # like torch.nn.Parameter, whose dispatch the simulator lacks
+    shards._is_param = True  # torch.nn.Parameter would set this, but the simulator lacks the dispatch that it needs
     layer.register_parameter("shards", shards)
 """
 OVERLAPPED = """
 for layer in layers:
-    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # Real buffers need several GPUs.
+    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # idle, because real buffers need several GPUs
     layer.idle.ub_bulk_wgrad = True
 """
 
@@ -520,7 +520,7 @@ dist.destroy_process_group()  # The check is still in its last step.
 
 @pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
-    """Two ranks of torchrun under `run --check` exchange their results through gloo, and print one report."""
+    """Two ranks of torchrun under `run --check` exchange results through gloo, and print one report per check."""
     done = on_two_ranks(RANKS, tmp_path)
     assert done.returncode == 0, done.stderr
     ends = [i for i, line in enumerate(lines(done)) if " tensors on 2 ranks" in line]

@@ -252,7 +252,7 @@ def append(*names: str) -> Callable[[Path], None]:
     def change(tree: Path) -> None:
         for name in names:
             (tree / name).write_text((tree / name).read_text() + "X = 1\n")
-        metadata = next(tree.glob("*.dist-info/METADATA"))  # another version alone is not a reinstalled TE
+        metadata = next(tree.glob("*.dist-info/METADATA"))  # a new version alone does not mean a reinstalled TE
         metadata.write_text(f"{metadata.read_text().strip()}+local\n")
 
     return change

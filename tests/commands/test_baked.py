@@ -160,7 +160,7 @@ def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, t
     results = {"": simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
     for (path, (_, text)), (following, _) in pairwise([*files.items(), ("", ("", ""))]):
         (tmp_path / path).write_text(text)
-        if not following.startswith("transformer_engine/pytorch/_te_"):  # nothing imports the added modules before this
+        if not following.startswith("transformer_engine/pytorch/_te_"):  # no code imports new modules until all exist
             results[path] = simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
     assert set(results.values()) == {results[""]}, results
     assert list(results)[-1] == "transformer_engine/pytorch/graph.py"

@@ -1,8 +1,8 @@
 """``python -m tests.demo``: train a small model with the newest TransformerEngine (TE) in three ways, and compare them.
 
 TE's own code trains the model on the CPU simulator: without graphs, with TE's graphs, and with TE's graphs and the
-fixes. The exit status is 0 if TE's graphs are wrong, but every loss, output and gradient with the fixes is
-bit-identical to training without graphs. Otherwise it is 1.
+fixes. The exit status is 0 if TE's graphs are wrong without the fixes and if, with the fixes, every loss, output and
+gradient is bit-identical to training without graphs. Otherwise it is 1.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from .scripts import as_python, script
 REFUSED = {
     r"captured for|has no backward": "arguments of a graph that differ from its sample arguments",
     r"returns a quantized tensor": "an FP8 output of a graph",
-    r"captured with is_first_microbatch=True": "marks that stay True, although wgrads are fused",
+    r"captured with is_first_microbatch=True": "a later microbatch of a graph captured for the first one",
     r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
 }
 """The causes of documented errors, by patterns of their messages. A program that raises such an error is no finding."""
@@ -44,7 +44,7 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program) -> dict[str, Any]:
-    """Run a program, and return its verdict or, if the program has two ranks, the worse verdict of the two ranks."""
+    """Run a program, and return a dict with its verdict, and ``why``. Of two ranks, return the worse verdict."""
     from tests.verify.driver import setting
 
     setting.use(program)
@@ -63,7 +63,7 @@ def judge(program: Program) -> dict[str, Any]:
 
 
 def judge_rank() -> dict[str, Any]:
-    """Run the selected program in this process, twice eagerly and once with graphs, and return its verdict."""
+    """Run the selected program in this process, twice eagerly and once with graphs. Return as `judge` does."""
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
     from tests.verify.programs import REFUSED as CONTRACT
@@ -372,7 +372,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="do not shrink programs of findings")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")
-    parser.add_argument("--found", action="store_true", help="run the programs of earlier findings instead")
+    parser.add_argument("--found", action="store_true", help="run the programs of `FOUND` instead of random programs")
     options = parser.parse_args()
     te_graph_fixes.deactivate()  # each server activates its own fixes
     os.environ.setdefault("TE_GRAPH_FIXES_VERBOSE", "0")

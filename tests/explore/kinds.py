@@ -199,7 +199,7 @@ def patched_inside() -> Any:
 
 @module
 class Masked(Block):
-    """A block that multiplies its input by a mask, which has all columns in the sample but only one at replays."""
+    """A block that multiplies its input by a mask, which has one column at replays, but all columns in the sample."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x * mask)

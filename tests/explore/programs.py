@@ -111,7 +111,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.fused or p.fp8_params or p.delay or p.hooks or (len(p.order) and max(p.order) > 1))
         )
     ),
-    "in delayed scaling, attention gets FP8 tensors, which the simulator cannot capture": lambda p: (
+    "in delayed scaling, FP8 attention gets FP8 tensors, which the simulator cannot capture": lambda p: (
         not (
             p.fp8_attention
             and "delayed" in (p.recipe, p.other if "switch_recipe" in p.events else "")
@@ -170,7 +170,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "LayerNormMLP returns no dummy for one weight, so eager autograd calls the hooks with no gradient": lambda p: (
         not (p.hooks and p.fused and {*MLPS} & {*p.modules} and "bf16" not in (p.recipe,))
     ),
-    "built without grad, LayerNormMLP has only one half of the FP8 weights, but the simulator needs both": lambda p: (
+    "FP8 weights that are built without grad lack columnwise data, which a simulated LayerNormMLP needs": lambda p: (
         not (p.fp8_params and p.built_without_grad and {*MLPS} & {*p.modules})
     ),
     "chained operations cannot quantize their outputs in current scaling and NVFP4": lambda p: (
@@ -201,13 +201,13 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "TE cannot capture a module with hooks again": lambda p: (
         not (p.module_hooks and {"recapture", "switch_recipe", "freeze", "unfreeze"} & {*p.events})
     ),
-    "the frozen projections of an adapted layer cannot delay wgrads and stay frozen": lambda p: (
+    "the frozen projections of an adapted layer cannot delay wgrads, and must stay frozen": lambda p: (
         "Adapted" not in p.modules or not (p.delay or "unfreeze" in p.events)
     ),
     "three gradients are summed in another order if two of them are in a graph": lambda p: (
         not (p.residual or p.in_place) or not {"Adapted", "Routed", "patched", "Returning"} & {*p.modules}
     ),
-    "dropout draws in the order of memory, and a static input has the strides of its sample": lambda p: (
+    "dropout draws in the order of memory, and a static input has the strides of its sample argument": lambda p: (
         not p.strided or "dropout" not in p.modules
     ),
     "eager training confuses a copied transpose of an FP8 weight with a later transpose": lambda p: (
@@ -222,7 +222,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "eager training returns unwritten memory as the gradient of a GroupedLinear that delays its wgrad": lambda p: (
         not (p.delay and p.takes_grads and "grouped_linear" in p.modules and "eager_step" in p.events)
     ),
-    "a frozen layernorm_linear may overlook that its eager input needs a gradient": lambda p: (
+    "eager training may overlook that the input of a frozen layernorm_linear needs a gradient": lambda p: (
         "delayed" not in (p.recipe, p.other)
         or not any(name == "layernorm_linear" for number, name in enumerate(p.modules) if number in p.frozen)
     ),
@@ -232,7 +232,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "another input of the first layer would overwrite the sample argument that holds the program's input": lambda p: (
         not p.same_input or p.first not in ("frozen", "plain", "teacher", "distillation")
     ),
-    "before TE 2.15, eager training marks the saved copy of a weight instead of the weight": lambda p: (
+    "before TE 2.15, eager training sets grad_added_to_main_grad on the saved copy of a weight": lambda p: (
         not (p.offload and p.clears_marks)
     ),
     "only a frozen layer can be unfrozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
@@ -282,16 +282,16 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a layer that runs in two precisions cannot delay wgrads, and has limits (docs/limits.md)": lambda p: (
         "TwoPrecisions" not in p.modules or not (p.delay or p.checkpoints or (p.fused and p.weights != "plain"))
     ),
-    "a graph that caches weights also caches the weights of an unmarked layer": lambda p: (
+    "a graph that caches weights also caches the weights of a layer without is_first_microbatch": lambda p: (
         "Listed" not in p.modules or p.weights != "cached"
     ),
-    "some features need arguments of the shape of the sample, but a mask has another shape at a replay": lambda p: (
+    "some features need the shapes of the sample arguments, but a mask has another shape at a replay": lambda p: (
         "Masked" not in p.modules or not (p.inside or p.tuples or p.checkpoints or p.inference or p.same_input)
     ),
-    "a training loop that sets marks needs FP8, and must run each microbatch": lambda p: (
+    "a training loop that sets is_first_microbatch needs FP8, and must run each microbatch": lambda p: (
         p.weights != "set" or (p.recipe != "bf16" and not (p.checkpoints or p.inference or p.first or p.calibrating))
     ),
-    "a training loop that sets marks of classes needs FP8 and plain layers": lambda p: (
+    "a training loop that sets is_first_microbatch of classes needs FP8 and plain layers": lambda p: (
         p.weights not in ("class", "property")
         or (
             p.recipe != "bf16"
@@ -324,7 +324,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
 }
-"""The rules of programs, by the reason of each rule. A program that breaks a rule is not run."""
+"""Functions that return a true value if a program keeps a rule, by the reason of the rule."""
 
 
 FOUND = {
@@ -377,10 +377,10 @@ FOUND = {
     "an operation's FP8 state from a capture, which was not updated before the first replay": Program(
         modules=("nested_operations",), recipe="delayed", events=("eager_step", "step")
     ),
-    "the group of an operation's FP8 state that a capture created outside of an autocast": Program(
+    "the reduction group of an operation's FP8 state that a capture created outside of an autocast": Program(
         modules=("nested_operations",), recipe="delayed", inference="first", ranks=True, events=("eager_step", "infer")
     ),
-    "a second first FP8 module, after a graph in which a module has an autocast of its own": Program(
+    "a second module that counts as the first FP8 module, after a graph with an autocast of its own": Program(
         modules=("OwnAutocast", "linear"), recipe="delayed", other="delayed", first="eager"
     ),
     "the scales of a graph in a checkpoint outside of FP8 autocasts, which TE copies from 2.20 on": Program(

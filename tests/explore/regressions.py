@@ -94,7 +94,7 @@ def counted_costs() -> Iterator[collections.Counter[str]]:
 def measure(program: Program, graphs: bool) -> dict[str, Any]:
     """Train a program eagerly and, if ``graphs`` is true, through graphs.
 
-    Return the verdict, a digest of the eager results, and the costs.
+    Return the verdict and, unless the eager run fails, its digest and costs. If graphs are correct, add their costs.
     """
     setting.use(program)
     try:
@@ -118,7 +118,7 @@ def measure(program: Program, graphs: bool) -> dict[str, Any]:
 
 
 def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
-    """Return a line for each change of eager training and, if TE alone is correct, for each worse result of graphs."""
+    """Return lines about changed eager training and, if TE alone is correct, about worse results or costs of graphs."""
     if alone.get("eager") != fixed.get("eager"):
         return ["eager: other values or another error"]
     worse = []

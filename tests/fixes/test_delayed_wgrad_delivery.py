@@ -72,7 +72,7 @@ def test_no_autograd_node_of_the_warmup_is_left_for_a_capture() -> None:
     assert nodes(ALONE) == [False, False]
 
 
-@pytest.mark.skipif(not 13 <= MINOR <= 18, reason="this TE keeps no output of the warmup")
+@pytest.mark.skipif(not 13 <= MINOR <= 18, reason="this TE keeps no output of the warmup until the capture")
 def test_without_the_fix_autograd_nodes_of_the_warmup_are_left() -> None:
     assert nodes("off") == [True, True]
 

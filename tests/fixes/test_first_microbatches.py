@@ -1,4 +1,4 @@
-"""Test on the simulator TE's skip flag, which graphs share, and captures during which another thread runs a module."""
+"""Test on the simulator the skip flag that TE's graphs share, and captures while another thread runs a module."""
 
 from __future__ import annotations
 

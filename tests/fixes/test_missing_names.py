@@ -15,7 +15,7 @@ FIXES = {
         " replay-contract skip-flag-reset stale-fp8-weights state-after-evaluation warmup-reset"
     ),
 }
-"""The fixes that need each private name of torch, and their dependents."""
+"""For each private name of torch, the fixes that need it, and the fixes that require those."""
 PROGRAM = """
 import torch, te_graph_fixes
 

@@ -1,4 +1,4 @@
-"""Test that replays that raise an error change no state, and that steps work in any order that keeps DECLARED pairs."""
+"""Test that failed replays change no state, and that only the pairs of steps in `DECLARED` must keep their order."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ for function in (
     refused(lambda: train(True, function, whole, [whole(), part], None, False), "and got shapes")
 refused(lambda: train(True, torch.mul, lambda: part, [part, whole()], None, False), "and got shapes")
 
-# The output has the shape of the only input.
+# The output has the shape of the only input, so a broadcast would change it.
 layer = te.make_graphed_callables(linear(), (random(),))
 for x in (random(1, 32), random(1, 32, grad=False), random(32, 1)):
     refused(lambda: layer(x), "and got shapes")
@@ -405,6 +405,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_replay_is_an_eager_call_or_an_error(name: str) -> None:
-    # TE 2.10 cannot capture a callable for training if no input needs a gradient.
+    # TE before 2.12 cannot capture a callable for training if no input needs a gradient.
     needs_inputs = "torch.autograd.grad(" in Source.installed().module("transformer_engine.pytorch.graph").text
     run_program(SETUP + PROGRAMS[name].replace("NEEDS_INPUTS", str(needs_inputs)))

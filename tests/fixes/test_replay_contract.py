@@ -824,12 +824,12 @@ print(all(len(found) == len(eager) and all(map(torch.equal, found, eager)) for f
     ],
 )
 def test_any_checkpoint_before_trained_layers_is_right(program: str) -> None:
-    """Gradients must be correct if a checkpoint recomputes with hooks or an autograd function, also with offloading."""
+    """Gradients must be correct with checkpoints of torch, of TE or in an autograd function, also with offloading."""
     assert run_program(CHECKPOINTED.replace("CHECKPOINT", program)) == "True\n"
 
 
 def test_a_module_in_its_own_autocast_needs_no_other() -> None:
-    """A replay outside an autocast warns only if the module would compute without FP8 there."""
+    """A replay outside an autocast must warn only if an eager call there would compute without FP8."""
     assert run_program(OWN_AUTOCAST) == ""
 
 

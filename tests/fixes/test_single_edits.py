@@ -1,6 +1,6 @@
-"""Test that each edit of each fix is needed, because a case has another result or uses more memory without it.
+"""Test that each edit of each fix is needed: without it, a case has another result or uses another amount of memory.
 
-`tests.support.left_out` contains programs for edits that change no result and no memory of a case.
+`tests.support.left_out` contains programs for edits that change neither the results nor the memory use of the cases.
 """
 
 from __future__ import annotations

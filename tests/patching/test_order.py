@@ -1,4 +1,4 @@
-"""Test that the order of edits at one place is declared or does not matter, so names of fixes decide nothing."""
+"""Test that names of fixes do not affect patches: the order of edits at one place is declared or has no effect."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ for kind in (OfClass, ReadOnly, Property, Slot, Stored, Clearing, ClearingClass)
 
 
 def overwritten_main_grad(captured, marks, capture):
-    """Capture with the flag ``captured``, and train with ``marks``. Only first microbatches overwrite ``main_grad``."""
+    """Capture with the flag ``captured``, and train with the flags ``marks``. Only True overwrites ``main_grad``."""
     layer, x = Layer(fuse_wgrad_accumulation=True), random(16, 32)
     layer.linear.weight.main_grad = torch.zeros(32, 32, device="cuda")
     layer.is_first_microbatch = captured

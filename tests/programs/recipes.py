@@ -132,8 +132,8 @@ OWN = (teacher_in_no_grad, no_grad_in_autocast, own_autocast, own_autocast_befor
 FORWARDS = [
     *((forward, options, "equal") for forward in OWN for options in (OUTSIDE, INSIDE)),
     (checkpoint_in_a_checkpoint, INSIDE, "has a checkpoint inside a te.checkpoint"),
-    # In an outer autocast, only the first module that needs a backward updates the backward scales.
     *((forward, OUTSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
+    # In an outer autocast, only the first module that needs a backward updates the backward scales.
     *((forward, INSIDE, SEVERAL_AUTOCASTS) for forward in (twice, nested, nested_and_outer)),
     (evaluated_after_it, INSIDE, "equal"),
     (frozen_before_it, INSIDE, "equal"),

@@ -169,7 +169,7 @@ def overflow(capture):
 
 @program
 def shared_grads(capture):
-    """Gather FP8 weights in ``main_grad``, copy them to the parameter, and zero ``main_grad``."""
+    """Gather bf16 weights in ``main_grad``, copy them to the FP8 parameter, and zero ``main_grad``."""
     with getattr(te, "quantized_model_init", te.fp8_model_init)(enabled=True, recipe=CURRENT):
         layer = linear(fuse_wgrad_accumulation=True, bias=False)
     buffer = layer.weight.main_grad = torch.zeros(H, H, **BF16)

@@ -9,7 +9,7 @@ from tests.support.child import ROOT
 
 
 def test_an_environment_names_the_folder_of_each_module_that_needs_te() -> None:
-    """Each tox environment names the folders of its tests that need TE. Only `text` runs tests that do not need TE."""
+    """tox.ini must name each module that needs TE, or its folder. All other modules run in the `text` environment."""
     named = {*re.findall(r"tests/[\w/.]+", re.sub(r"--ignore \S+", "", (ROOT / "tox.ini").read_text()))}
     modules = [path for path in (ROOT / "tests").rglob("test_*.py") if NEEDS_TE.search(path.read_text())]
     assert len(modules) > 30

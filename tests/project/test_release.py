@@ -35,7 +35,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def build(folder: Path, umask: int = 0o022) -> Path:
-    """Copy the tracked files to ``folder``, and build the sdist and from it the wheel. Return the folder of both."""
+    """Copy the tracked files to ``folder``. Build the sdist and, from it, the wheel. Return the folder of both."""
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)

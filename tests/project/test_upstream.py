@@ -22,7 +22,7 @@ REPORTS = ROOT / "upstream"
 TESTS = sorted(path.stem for path in REPORTS.glob("*.py"))
 BLACKWELL_RTX = {"nvfp4-weight-preswizzle"}
 SHOWN_FROM = {"stale-fp8-weights": 14}
-"""The first minor version of TE in which the test of a fix fails. Before, the reset after the warmup hides the bug."""
+"""The first minor version of TE in which a fix's test fails. In older versions, another bug hides this bug."""
 
 
 def run_test(fix: str, only: str, te: TriedTE) -> subprocess.CompletedProcess[str]:

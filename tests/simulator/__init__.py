@@ -16,7 +16,7 @@ _installed = False
 
 
 def install() -> None:
-    """Simulate, in this process, a built TE and the GPU named by ``TE_SIMULATOR_GPU``. Later calls do nothing.
+    """Simulate, in this process, the GPU named by ``TE_SIMULATOR_GPU`` and TE's C extension. Later calls do nothing.
 
     Uninitialized memory is filled with NaN, so a result that depends on such memory is visibly wrong. With
     ``TE_SIMULATOR_MEMORY="as found"``, torch's new tensors keep the content that their memory has, mostly zeros.

@@ -26,7 +26,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permu
 """Operations that only allocate. A replay does not repeat them."""
 
 _REFUSED = {aten.resize_, aten.resize_as_}
-"""Operations that cannot be captured, because they allocate memory for an existing tensor outside the graph's pool."""
+"""Operations that cannot be captured, because they allocate memory outside the graph's pool for an existing tensor."""
 
 
 on_launch: Callable[[Any], None] | None = None
@@ -262,7 +262,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _allocate(self, content: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return memory of the pool that contains a copy of ``content`` until the end of the capture."""
+        """Return a storage from the pool. Until the end of the capture, the storage contains a copy of ``content``."""
         storage = self._pool.allocate(content.nbytes())
         block = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._keep(block)
@@ -322,7 +322,7 @@ def _takes_itself_apart(kind: type) -> bool:
 
 
 class _plain_execution:
-    """A context in which operations run on the CPU only, without autograd, recording or overrides."""
+    """A context in which operations run without autograd, modes (such as `Capture`) or ``__torch_function__``."""
 
     def __enter__(self) -> None:
         self._contexts = (_disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad())
@@ -377,7 +377,7 @@ def _aliases(values: Any) -> Any:
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     """Yield the arguments that the operation writes, according to its schema.
 
-    Some schemas do not declare all written arguments, so yield BatchNorm's statistics and all tensors of collectives.
+    Some schemas omit written arguments, so also yield BatchNorm's statistics and all tensors of collectives.
     """
     if func.namespace == "c10d":
         yield from (one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))

@@ -131,7 +131,7 @@ _DEFAULT_STREAM = _current.stream
 
 
 def install() -> None:
-    """Replace the simulated functions of ``torch.cuda``. All other functions fail as on a machine without a GPU."""
+    """Replace parts of torch and ``ctypes.CDLL``. Other functions of ``torch.cuda`` fail as without a GPU."""
     replace(torch.cuda, **_REPLACEMENTS)
     for module in (torch.cuda.graphs, torch.cuda.streams, torch.cuda.random, torch.cuda.memory):
         replace(module, **{name: _REPLACEMENTS[name] for name in vars(module).keys() & _REPLACEMENTS.keys()})

@@ -1,4 +1,4 @@
-"""Log all calls of torch and of TransformerEngine's (TE) extension in eager training of the modules that fixes edit.
+"""Log all calls to torch and to TransformerEngine's (TE) extension in eager training of the modules that fixes edit.
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
 a digest of its operations and a digest of its results. ``FUNCTIONS`` is a JSON list of pairs of module and name. The
@@ -88,7 +88,7 @@ MARKS: dict[str, tuple[bool | None, ...]] = {
 
 
 ON_GPU = {"use_grouped_tensor": True} if "use_grouped_tensor" in inspect.signature(te.GroupedLinear).parameters else {}
-"""The option for experts with splits on the GPU. Up to TE 2.19, `train` sets an environment variable instead."""
+"""The option for experts with splits on the GPU. TE before 2.19 reads an environment variable, which `train` sets."""
 
 
 class Model(torch.nn.Module):

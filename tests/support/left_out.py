@@ -107,7 +107,7 @@ def left_by_a_capture() -> tuple[int, bool]:
 
 
 def kept_in_recomputations() -> list[float]:
-    """Return norms of dgrads of the second microbatch in graphs that recompute, after a capture with cached weights."""
+    """Capture a layer with cached weights, then one that recomputes. Return norms of its second microbatch's dgrads."""
 
     class Layer(te.Linear):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def kept_in_recomputations() -> list[float]:
 
 
 def fills_of_the_shared_flag() -> int:
-    """Return how often three graphs in one autocast fill the skip flag of captures with cached weights."""
+    """Replay three graphs with cached weights in one autocast. Return how often they fill their shared skip flag."""
     layers = tuple(linear(64) for _ in range(3))
     x = ones()
     options = {"enabled": True, "recipe": Float8CurrentScaling()}

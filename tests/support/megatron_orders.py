@@ -29,8 +29,8 @@ def interleaved(stages: int, stage: int, model_chunks: int, microbatches: int, g
 def layer_wise(order: Sequence[int], layers: Sequence[int], wgrads: bool = False) -> list[float]:
     """Return ``order`` with each layer as a chunk, as Megatron's ``overlap_moe_expert_parallel_comm`` passes it.
 
-    ``layers`` contains the number of layers of each model chunk. A dgrad runs together with the forward that follows
-    it. With ``wgrads``, wgrads are delayed and have entries of their own.
+    ``layers`` contains the number of layers of each model chunk. A model chunk's dgrads alternate with the forwards
+    of the next entry. With ``wgrads``, wgrads are delayed and have entries of their own.
     """
 
     def forwards(entry: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Run the cases of a fix without one of its edits, until the result of a case differs.
+"""Run the cases of a fix without one of its edits, until a case fails or differs from eager training.
 
 ``python -m tests.simulator tests/support/single_edits.py FIX NUMBER`` prints a JSON line for each case. The NUMBER -1
 omits no edit. `tests.support.left_out` contains programs for edits that change no result of a case.

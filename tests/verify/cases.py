@@ -54,7 +54,7 @@ OVERLAPPED = (
     *(1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4),
     *(4, -3, 3, -2, 4, -1, -2, -1, -4, -3, -4, -3, -2, -1, -2, -1),
 )
-"""The schedule of the first of two pipeline stages, with two model chunks of two layers, and four microbatches.
+"""The schedule of the first of two pipeline stages, with two model chunks of two layers each, and four microbatches.
 
 Each layer is a chunk of the schedule, as with Megatron-Core's ``overlap_moe_expert_parallel_comm``.
 """
@@ -138,7 +138,7 @@ def _contract(name: str, *fixes: str, quick: bool = False, breaks: bool = False,
 
 
 def _outputs(name: str, outputs: Iterable[str]) -> Case:
-    """Return a case with a program for each of the ``outputs``, which are kinds of modules in `driver.outputs`.
+    """Return a case with a program for each of the ``outputs``, which are kinds of outputs in `driver.outputs`.
 
     Two microbatches are in flight, and a third one reuses the static buffers of the first.
     """

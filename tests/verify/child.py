@@ -1,7 +1,7 @@
 """``python -m tests.verify.child [CASE ...]``: run cases in this process, and print a JSON line for each.
 
 A CASE is the name of a registered case, or a `Case` as JSON. Without arguments, cases come from standard input, one per
-line. Each line of output contains the fields of an `Outcome`, ``case`` and ``last``. If the process may be damaged
+line. Each line of output contains ``case``, ``last`` and the fields of an `Outcome`. If the process may be damaged
 after a case, ``last`` is true, and the process exits with status 1. The environment selects the fixes.
 """
 

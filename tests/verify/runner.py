@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Return the relative error, or a few words about the outcome if the case was not measured."""
+        """Return the relative error or, if the case was not measured, its error message or its outcome in words."""
         if self.outcome != "measured" or self.error is None:
             return {"failed": self.detail, "unable": "could not run"}.get(self.outcome, self.outcome)
         return f"{self.error:.3g}"

@@ -1,4 +1,4 @@
-"""Test on the simulator that no fix increases the peak memory of a capture, and that a capture keeps ``main_grad``."""
+"""Test on the simulator that no fix increases the peak memory of captures, and that captures restore ``main_grad``."""
 
 from __future__ import annotations
 

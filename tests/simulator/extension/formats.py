@@ -48,7 +48,7 @@ def decode_mxfp8(codes, scale, dtype, to):
 
 
 def power_of_two(biased):
-    """Return the powers of two that E8M0 bytes encode. The smallest is a subnormal float, and the last byte is NaN."""
+    """Return the powers of two that E8M0 bytes encode. The smallest is a subnormal float. The byte 0xFF encodes NaN."""
     bits = biased.int() << 23
     return bits.masked_fill(biased == 0, 0x400000).masked_fill(biased == 0xFF, 0x7FFFFFFF).view(torch.float32)
 

@@ -131,7 +131,7 @@ def operand_of(tensor, columnwise):
 
 
 def _operands(A, transa, B, transb):
-    """Return both `Factor`s and the shape of the product."""
+    """Return the `Factor` of ``B``, the `Factor` of ``A``, and the shape of their product."""
     shape_a, shape_b = shape_of(A), shape_of(B)
     columns = math.prod(shape_a[:-1]) if transa else shape_a[-1]
     rows = [shape_b[-1]] if transb else shape_b[:-1]

@@ -41,7 +41,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def cast(tensor, quantizer, output=None, noop=None):
-    """Quantize like `quantize`, but do not swizzle the scales. If ``quantizer`` is None, return ``tensor``."""
+    """Quantize like `quantize`, but do not swizzle scales afterwards. If ``quantizer`` is None, return ``tensor``."""
     if quantizer is None:
         return tensor
     kind = _kind(quantizer)
@@ -115,7 +115,7 @@ def dequantize(tensor, dtype):
 
 
 def fp8_transpose(data, dtype, *, out=None):
-    """Return FP8 data as a tensor whose first dimension is the last dimension of ``data``."""
+    """Return FP8 data, in ``out`` if given, with the last dimension of ``data`` moved to the front."""
     if out is None:
         out = torch.empty(_transposed_shape(data.shape), dtype=torch.uint8)
     launch(_transpose, [out], out, data)

@@ -24,7 +24,7 @@ def differences(graphed: Any, eager: Any) -> dict[str, float]:
 
 
 def error(graphed: Sequence[torch.Tensor | None], eager: Sequence[torch.Tensor | None]) -> float:
-    """Return the largest relative error of the tensors: 0.0 if all are bit-identical, 1.0 if a tensor is missing."""
+    """Return the largest relative error of the tensors. A missing tensor, and another shape or dtype, count as 1.0."""
     return max(map(_error, graphed, eager), default=0.0) if len(graphed) == len(eager) else 1.0
 
 

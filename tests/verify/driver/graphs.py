@@ -27,12 +27,12 @@ def arguments(layer: Any, x: torch.Tensor, offset: torch.Tensor) -> tuple[Any, A
 
 
 def parameters_of(layer: Any) -> list[Any]:
-    """Return the trained parameters of a layer: its own parameters, and parameters received as inputs."""
+    """Return the parameters of a layer: its own parameters, and the parameters that it receives as inputs."""
     return [*layer.parameters(), *getattr(layer, "given", {}).values()]
 
 
 class Captured:
-    """The graphs and layers of a program. The layers have the attributes and hooks of a training framework."""
+    """The graphs and layers of a program. The layers have the attributes and hooks that a training framework adds."""
 
     def __init__(self, graphed: bool) -> None:
         FP8GlobalStateManager.reset()
@@ -175,7 +175,7 @@ class Captured:
             parameter.register_post_accumulate_grad_hook(hook)
 
     def capture(self) -> None:
-        """Capture the graphs of the layers, of the extra layer, and of inference, as far as the program has them."""
+        """Capture the graphs that the program has: of its layers, of its extra layer, and for inference."""
         if program.inference == "first":
             self.capture_inference()
         if program.first in ("frozen", "teacher", "plain", "cached"):

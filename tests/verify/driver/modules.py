@@ -17,7 +17,7 @@ from .program import Skipped
 from .setting import OPTIONS, TOKENS, autocast, hidden, program, the_tracker, tracker
 
 MODULES: dict[str, Callable[[], Any]] = {}
-"""The functions that create modules, by their names in programs."""
+"""The functions that create modules, by the names that programs use."""
 Make = TypeVar("Make", bound=Callable[[], Any])
 
 
@@ -68,7 +68,7 @@ class ExpertsOnGpu(te.GroupedLinear):
         if not hasattr(grouped_linear_of_te._GroupedLinear, "_make_grouped_tensor"):
             raise Skipped("GroupedLinear has no kernels for grouped tensors before TransformerEngine 2.17")
         os.environ["NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"] = "1"
-        if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # from TE 2.20 on
+        if "use_grouped_tensor" in inspect.signature(te.GroupedLinear.__init__).parameters:  # from TE 2.19 on
             options["use_grouped_tensor"] = True
         super().__init__(*sizes, **options)
         self.splits = torch.tensor(UNEVEN, device="cuda")
@@ -107,7 +107,7 @@ def grouped_operation() -> Any:
     """Return an operation of `te.ops` with three experts, one of which receives no tokens."""
     kind = getattr(te.ops, "GroupedLinear", None)
     if kind is None:
-        raise Skipped("te.ops has no GroupedLinear before TransformerEngine 2.14")
+        raise Skipped("te.ops has no GroupedLinear before TransformerEngine 2.13")
     on_gpu = hasattr(kind, "_fuser_forward_grouped_tensor")
     splits = torch.tensor(UNEVEN, device="cuda" if on_gpu else "cpu")
 

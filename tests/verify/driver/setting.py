@@ -28,7 +28,7 @@ RECIPES = {
     "mxfp8": (recipes.MXFP8BlockScaling, "is_mxfp8_available"),
     "nvfp4": (recipes.NVFP4BlockScaling, "is_nvfp4_available"),
 }
-"""TE's class of each recipe, and TE's function that tells whether this GPU supports the recipe."""
+"""TE's class of each recipe, and the name of TE's function that tells whether this GPU supports the recipe."""
 program: Any = SimpleNamespace(**vars(Program()))  # the current program, set by `use`
 tracker = CudaRNGStatesTracker()
 

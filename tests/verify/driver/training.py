@@ -125,8 +125,8 @@ class Training(Captured):
     def run(self, rate: float = RATE, skip: bool = False, eager: bool = False, interrupted: bool = False) -> None:
         """Run a training step.
 
-        If ``skip`` is true, drop the step's gradients. If ``interrupted`` is true, evaluate after the step's first
-        backward.
+        If ``skip`` is true, drop the step's gradients. If ``interrupted`` is true, evaluate after the first backward
+        of each chunk.
         """
         self.begin(eager)
         counts: dict[float, int] = {}
