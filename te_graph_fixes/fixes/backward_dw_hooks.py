@@ -38,20 +38,6 @@ UPSTREAM = """
  for module in te_modules:
      if isinstance(module, TransformerEngineBaseModule) and module.need_backward_dw():
          module._trigger_wgrad_accumulation_and_reduce_hooks()
-
-@@ graph.py _make_graphed_callables
- setattr(ret[-1], "backward_dw", backward_dw_func)
-@@ graph.py _make_graphed_callables.make_graphed_attribute_functions
- te_modules = visited_te_modules.get(graph_idx, set())
-@@ graph.py _make_graphed_callables
- if func_idx not in visited_te_modules:
-     visited_te_modules[func_idx] = modules
- else:
-     visited_te_modules[func_idx].update(modules)
-
-@@ module/base.py TransformerEngineBaseModule._trigger_wgrad_accumulation_and_reduce_hooks
- for ANY_HOOK in self.wgrad_accumulation_and_reduce_hooks:
-     ANY_HOOK()
 """
 
 FIX = Fix(

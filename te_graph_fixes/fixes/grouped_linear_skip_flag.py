@@ -39,15 +39,13 @@ PATCH = """
 """
 
 UPSTREAM = """
-@@ module/grouped_linear.py GroupedLinear.forward ({reads} times)
+@@ module/grouped_linear.py GroupedLinear.forward (at least once)
  if FP8GlobalStateManager.fp8_graph_capturing():
-     skip_fp8_weight_update = {flag}
+     skip_fp8_weight_update = ANY_FLAG
  else:
      skip_fp8_weight_update = None
  if skip_fp8_weight_update is not None:
      is_first_microbatch = False
-@@ ({assignments} times)
- skip_fp8_weight_update = ANY
 @@
  non_tensor_args = (..., cache_weight, skip_fp8_weight_update, self.save_original_input, ...)
 @@ module/grouped_linear.py _GroupedLinear.forward
@@ -56,25 +54,18 @@ UPSTREAM = """
  ANY(..., skip_fp8_weight_update=skip_fp8_weight_update)
 @@
  ANY(..., skip_update_flag=skip_fp8_weight_update)
-@@
- ANY(..., skip_update_flag=ANY)
 @@ module/grouped_linear.py _GroupedLinear._forward_grouped_tensor
  ANY(..., skip_fp8_weight_update=skip_fp8_weight_update)
 @@ module/grouped_linear.py _GroupedLinear._prepare_weights_for_grouped_tensor_gemm
  ANY(..., skip_update_flag=skip_fp8_weight_update)
-@@
- ANY(..., skip_update_flag=ANY)
 """
 
 
-BY_ACCESSOR = "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
-BY_STATE = "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor"
-"""The two ways to read the skip flag: the accessor up to TE 2.14 and in TE's #3298, the state in TE 2.15 to main."""
-
-
 def flag_read(source: Source) -> str:
-    """Return the expression that reads the skip flag in this TE."""
-    return BY_ACCESSOR if skip_flag_state(source) == "FP8GlobalStateManager" else BY_STATE
+    """Return the expression that reads the skip flag in this TE: the accessor up to TE 2.14, the state in TE 2.15."""
+    if (state := skip_flag_state(source)) == "FP8GlobalStateManager":
+        return "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
+    return f"{state}.skip_fp8_weight_update_tensor"
 
 
 FIX = Fix(
@@ -84,10 +75,6 @@ FIX = Fix(
     affected_versions=">=2.10,<2.17",
     patch=PATCH,
     names={"FLAG": flag_read},
-    corrected=[
-        (UPSTREAM.format(flag=flag, reads=reads, assignments=2 * reads), "GroupedLinear passes the skip flag on")
-        for flag in (BY_ACCESSOR, BY_STATE)
-        for reads in (1, 2)
-    ],
+    corrected=[(UPSTREAM, "GroupedLinear passes the skip flag on")],
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),
 )

@@ -35,27 +35,6 @@ PATCH = """
 UPSTREAM = """
 @@ graph.py make_graphed_callables
  def make_graphed_callables(..., clone_param_grads_on_return=True, ...): ...
-@@
- _make_graphed_callables(..., clone_param_grads_on_return=clone_param_grads_on_return)
-
-@@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
- if not clone_param_grads_on_return:
-     return (False,) * len(static_grad_inputs)
- module_param_start = len(static_grad_inputs) - len(module_params)
- return tuple(ANY_CHOICE for idx in range(len(static_grad_inputs)))
-@@
- idx >= module_param_start and not getattr(
-     module_params[idx - module_param_start], "skip_backward_post_hook", False
- )
-
-@@ graph.py _make_graphed_callables
- returned_param_grad_clone_slots = _returned_param_grad_clone_slots(ANY, ANY, ...)
-@@
- per_callable_returned_param_grad_clone_slots[per_callable_bwd_idx] = returned_param_grad_clone_slots
-@@
- per_callable_returned_param_grad_clone_slots.append(_returned_param_grad_clone_slots(ANY, ANY, ...))
-@@
- per_callable_returned_param_grad_clone_slots[i]
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed
  for idx, grad_input in enumerate(static_grad_inputs):

@@ -40,26 +40,12 @@ PATCH = """
 
 UPSTREAM = """
 @@ graph.py _make_graphed_callables
- if is_training:
-     warmup_outputs.append((..., ANY_OUTPUTS))
- else:
-     del ANY_OUTPUTS
-@@
  while warmup_outputs:
      ANY_INDEX, ANY_FUNC, ANY_OUTPUTS = warmup_outputs.pop()
      ...
      del ANY_OUTPUTS
 @@
- if is_training:
-     per_fwd_outputs[per_callable_fwd_idx] = ANY_OUTPUTS
- else:
-     del ANY_OUTPUTS
-@@
- for ANY_LAYER in ANY_LAYERS:
-     ...
-     ANY_OUTPUTS = per_fwd_outputs.pop(per_callable_bwd_idx)
-     ...
-     del ANY_OUTPUTS
+ ANY_OUTPUTS = per_fwd_outputs.pop(per_callable_bwd_idx)
 """
 
 EARLIER = """

@@ -15,19 +15,11 @@ PATCH = """
 -    if hasattr(ANY_MODULE, "is_first_microbatch"):
 -        ANY_MODULE.is_first_microbatch = True
 """
+
 UPSTREAM = """
 @@ graph.py _make_graphed_callables (0 times)
  ANY_MODULE.is_first_microbatch = ANY
-@@ (3 times)
- "is_first_microbatch"
-@@ graph.py make_graphed_callables (0 times)
- ANY_MODULE.is_first_microbatch = ANY
-@@ (0 times)
- "is_first_microbatch"
-@@ module/base.py TransformerEngineBaseModule (0 times)
- ANY_MODULE.is_first_microbatch = ANY
 """
-"""TE's graph code reads the keyword argument in three places, and no code of TE sets the attribute."""
 
 FIX = Fix(
     symptom="fused wgrad: only the last microbatch reaches main_grad (wgrad norm ratio 0.577 for three microbatches)",

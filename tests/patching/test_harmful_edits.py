@@ -85,25 +85,13 @@ def test_upstreams_correction_less_a_statement_is_not_said_to_be_whole() -> None
         require_not_negative(fix_id, with_texts(tree, {module.name: text}), f"line {statement.lineno} of {module.name}")
 
 
-GRAPH, BASE = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.base"
-EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
+GRAPH, EXPERTS = "transformer_engine.pytorch.graph", "transformer_engine.pytorch.module.grouped_linear"
 IN_PART = [
     (*("backward-dw-hooks", GRAPH), r"(?<=isinstance\(module, )\w+(?=\)\s+and module.need_b)", "str"),
-    (*("backward-dw-hooks", GRAPH), r"(?<=te_modules = )visited_te_modules.get\(graph_idx, set\(\)\)", "()"),
     (*("grouped-linear-skip-flag", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+cache_w)", "None"),
     (*("grouped-linear-skip-flag", EXPERTS), r"(?<=skip_fp8_weight_update=)\w+(?=,\s+save)", "None"),
     (*("grouped-linear-skip-flag", EXPERTS), r"(?<=skip_update_flag=)skip_fp8_weight_update", "None"),
     (*("none-outputs", GRAPH), r"o for o in outputs if .*(?=\))", "x for x in outputs if x.requires_grad"),
-    (*("param-grad-lifetime", GRAPH), r"per_callable_returned_param_grad_clone_slots\[i\]", "[False] * 99"),
-    (*("param-grad-lifetime", GRAPH), r"(?<=\"skip_backward_post_hook\", )False", "True"),
-    (
-        *("warmup-reset", GRAPH, r"(?=\n    graphed_callables = )"),
-        "\n    post_warmup_hook = lambda: [setattr(m, 'is_first_microbatch', True) for m in modules]",
-    ),
-    (
-        *("warmup-reset", BASE, r"(?=\n    def prepare_forward\()"),
-        "\n    def begin_anew(self):\n        self.is_first_microbatch = True\n",
-    ),
 ]
 """Edits that leave only a part of an upstream fix, each as fix, module, pattern, and replacement of the match."""
 
