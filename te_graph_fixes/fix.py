@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from .patching.installation import Change
 from .patching.patch import edits
-from .patching.source import Edit, Source, UnrecognizedError
+from .patching.source import Source, UnrecognizedError
 from .status import Verdict
 from .support import imported_modules
 
@@ -71,8 +71,7 @@ class Fix:
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
-    feature, a match of ``corrected`` that it contains the upstream fix. ``names`` maps words in all these texts to
-    functions, each of which returns the replacement of its word for a source. A fix adds the support modules
+    feature, a match of ``corrected`` that it contains the upstream fix. A fix adds the support modules
     (`te_graph_fixes.support`) that its patch imports. Edits that several fixes share are made once.
 
     ``id`` is the name of the fix's file, with hyphens. ``summary``, the links in ``upstream``, and the ``account`` are
@@ -90,7 +89,6 @@ class Fix:
     check_hints: tuple[str, ...] = ()
     absent: Sequence[tuple[str, str]] = ()
     corrected: Sequence[tuple[str, str]] = ()
-    names: Mapping[str, Callable[[Source], str]] = field(default_factory=dict)
     id: str = ""
     summary: str = ""
     upstream: tuple[str, ...] = ()
@@ -149,17 +147,17 @@ class Fix:
         """Return the assessment. Raise `UnrecognizedError` if the source has both the bug and an upstream fix."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
-                self._edits(source, text)
+                edits(source, text)
                 return Assessment(Verdict.NOT_APPLICABLE, reason)
         misfits, upstream_fix = [], ""
         for text, reason in self.corrected:
             try:
-                self._edits(source, text)
+                edits(source, text)
                 upstream_fix = reason
             except UnrecognizedError as error:
                 misfits.append(f"for the upstream fix {reason!r}: {error}")
         try:
-            changes = self._edits(source, self.patch)
+            changes = edits(source, self.patch)
         except UnrecognizedError as error:
             if upstream_fix:
                 return Assessment(Verdict.NOT_NEEDED, upstream_fix)
@@ -171,6 +169,3 @@ class Fix:
         return Assessment(
             Verdict.APPLICABLE, self.summary, edits=tuple(changes), new_modules=new_modules, after=self.after
         )
-
-    def _edits(self, source: Source, text: str) -> list[Edit]:
-        return edits(source, text, {name: text_for(source) for name, text_for in self.names.items()})

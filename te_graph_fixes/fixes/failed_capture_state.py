@@ -18,7 +18,7 @@ first exception is raised.
 """
 
 from ..fix import Fix
-from .shapes import skip_flag_state
+from .shapes import SKIP_FLAG
 
 PATCH = """
 @@ graph.py _graph_context_wrapper
@@ -93,20 +93,20 @@ PATCH = """
 +# If the capture fails, restore all changed state for which the device still responds.
 +import traceback
 +from ._te_first_microbatches import SavedState
-+from ._te_fp8_state_at_replay import restore_after_failure
++from ._te_fp8_state_at_replay import global_state, restore_after_failure
 +
 +submodules = [m for module in modules for m in module.modules()]
 +saved_state = SavedState(submodules)
 +delayed_wgrads = [getattr(getattr(m, "wgrad_store", None), "context", None) for m in submodules]
 +delayed_wgrads = [(context, list(context.queue)) for context in delayed_wgrads if context]
-+skip_flag = STATE.skip_fp8_weight_update_tensor
++skip_flag = global_state().skip_fp8_weight_update_tensor
 +try:
 +    set_capture_start()
 +    for module in modules:
 +        wrap_autocast(module)
 +    graphed_callables = capture()
 +except BaseException as error:
-+    STATE.skip_fp8_weight_update_tensor = skip_flag
++    global_state().skip_fp8_weight_update_tensor = skip_flag
 +    with contextlib.suppress(Exception):
 +        saved_state.restore_marks()
 +        saved_state.restore_weights(submodules)
@@ -140,6 +140,5 @@ FIX = Fix(
     symptom="after a failed capture: no garbage collection, lost gradients, eager FP8 with the wrong recipe",
     group="crashes",
     affects="programs that catch an exception of a capture and continue",
-    patch=PATCH,
-    names={"STATE": skip_flag_state},
+    patch=SKIP_FLAG + PATCH,
 )

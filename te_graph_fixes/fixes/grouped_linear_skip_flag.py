@@ -13,8 +13,6 @@ TE up to 2.16. The position of the argument depends on the version, so the patch
 """
 
 from ..fix import Fix
-from ..patching.source import Source
-from .shapes import skip_flag_state
 
 PATCH = """
 @@ module/grouped_linear.py _GroupedLinear.forward
@@ -28,7 +26,9 @@ PATCH = """
 +
 +skip_fp8_weight_update = None
 +if is_graph_capturing() and FP8GlobalStateManager.fp8_graph_capturing():
-+    skip_fp8_weight_update = FLAG
++    from .._te_fp8_state_at_replay import global_state
++
++    skip_fp8_weight_update = global_state().skip_fp8_weight_update_tensor
 +if skip_fp8_weight_update is None and is_first_microbatch is not None:
 +    from .._te_first_microbatches import flag_of_capture
 +
@@ -60,21 +60,12 @@ UPSTREAM = """
  ANY(..., skip_update_flag=skip_fp8_weight_update)
 """
 
-
-def flag_read(source: Source) -> str:
-    """Return the expression that reads the skip flag in this TE: the accessor up to TE 2.14, the state in TE 2.15."""
-    if (state := skip_flag_state(source)) == "FP8GlobalStateManager":
-        return "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()"
-    return f"{state}.skip_fp8_weight_update_tensor"
-
-
 FIX = Fix(
     symptom="FP8 experts: outputs wrong after the first optimizer step (relative error 1.0), or wgrad norm ratio 0.577",
     group="gradients",
     affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) with fp8_weight_caching (Megatron sets it)",
     affected_versions=">=2.10,<2.17",
     patch=PATCH,
-    names={"FLAG": flag_read},
     corrected=[(UPSTREAM, "GroupedLinear passes the skip flag on")],
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),
 )

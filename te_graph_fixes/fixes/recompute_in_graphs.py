@@ -15,7 +15,7 @@ Captures by `torch.cuda.graph` or Megatron-Core, and other threads, still perfor
 """
 
 from ..fix import Fix
-from .shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS, SKIP_FLAG
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.autocast_exit
@@ -32,8 +32,6 @@ PATCH = """
 +    updates.leave_to_replays("backward")
 
 @@ graph.py _make_graphed_callables
-+flag_of_graphs = STATE.skip_fp8_weight_update_tensor
-+
 +from ._te_recompute_in_graphs import updates_left_to_replays
 +
  visited_te_modules = ANY_EMPTY
@@ -43,7 +41,7 @@ PATCH = """
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with ..., _graph_context_wrapper(bwd_graph, ...), updates_left_to_replays(replays.of(bwd_graph), flag_of_graphs):
++with ..., _graph_context_wrapper(bwd_graph, ...), updates_left_to_replays(replays.of(bwd_graph)):
      ...
 """
 
@@ -51,8 +49,7 @@ FIX = Fix(
     symptom="te.checkpoint inside a graph, delayed scaling: some FP8 scales are never updated",
     group="FP8 state",
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
-    patch=REPLAY_STEPS + PATCH,
-    names={"STATE": skip_flag_state},
+    patch=REPLAY_STEPS + SKIP_FLAG + PATCH,
     requires=("fp8-state-at-replay",),
     check_hints=("fp8 gradient",),
 )

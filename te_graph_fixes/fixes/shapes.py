@@ -1,20 +1,4 @@
-"""Parts of patches that several fixes share, and functions that return code for names in patches."""
-
-from __future__ import annotations
-
-from ..patching.source import Source
-
-
-def skip_flag_state(source: Source) -> str:
-    """Return the code that reads the owner of the skip flag: `FP8GlobalStateManager`, or its state from TE 2.15 on."""
-    quantization = source.module("transformer_engine.pytorch.quantization")
-    manager = quantization.definition("FP8GlobalStateManager")
-    if manager.has("quantization_state = FP8GlobalState()"):
-        quantization.definition("FP8GlobalState").one("skip_fp8_weight_update_tensor: ANY_TYPE = ANY")
-        return "FP8GlobalStateManager.quantization_state"
-    manager.one("skip_fp8_weight_update_tensor = ANY")
-    return "FP8GlobalStateManager"
-
+"""Parts of patches that several fixes share."""
 
 SHARED_DUMMIES = """
 @@ module/layernorm_mlp.py _LayerNormMLP.backward (at its start)
@@ -31,6 +15,14 @@ SHARED_DUMMIES = """
 
 Its own dummies are in graph memory.
 """
+
+SKIP_FLAG = """
+@@ quantization.py FP8GlobalStateManager
+ skip_fp8_weight_update_tensor = None
+@@ quantization.py FP8GlobalState (or)
+ skip_fp8_weight_update_tensor: ANY_TYPE = None
+"""
+"""Proof that the result of `global_state` (`te_graph_fixes/support/fp8_state_at_replay.py`) has the skip flag."""
 
 REPLAY_STEPS = """
 @@ graph.py _make_graphed_callables

@@ -10,7 +10,7 @@ such a graph, a capture without cached weights finds no flag.
 """
 
 from ..fix import Fix
-from .shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ quantization.py FP8GlobalStateManager.reset
@@ -19,13 +19,16 @@ PATCH = """
  cls.quantization_state = FP8GlobalState()
 
 @@ graph.py _make_graphed_callables
-+static_skip_flag = STATE.skip_fp8_weight_update_tensor
++from ._te_fp8_state_at_replay import global_state
++
++static_skip_flag = global_state().skip_fp8_weight_update_tensor
 +
 +def use_own_skip_flag(call):
 +    # After a reset() there is another flag or none, but the graph reads its own flag.
-+    if STATE.skip_fp8_weight_update_tensor is None:
-+        STATE.skip_fp8_weight_update_tensor = static_skip_flag
-+    elif STATE.skip_fp8_weight_update_tensor is not static_skip_flag:
++    state = global_state()
++    if state.skip_fp8_weight_update_tensor is None:
++        state.skip_fp8_weight_update_tensor = static_skip_flag
++    elif state.skip_fp8_weight_update_tensor is not static_skip_flag:
 +        static_skip_flag.fill_(call.skip_update)
 +
  visited_te_modules = ANY_EMPTY
@@ -40,6 +43,5 @@ FIX = Fix(
     group="FP8 state",
     affects="FP8GlobalStateManager.reset() after a capture with fp8_weight_caching (Megatron sets it)",
     patch=REPLAY_STEPS + PATCH,
-    names={"STATE": skip_flag_state},
     requires=("stale-fp8-weights",),
 )

@@ -17,7 +17,7 @@ This happens in three cases:
 """
 
 from ..fix import Fix
-from .shapes import REPLAY_STEPS, skip_flag_state
+from .shapes import REPLAY_STEPS, SKIP_FLAG
 
 GRAPH = """
 @@ graph.py _make_graphed_callables
@@ -27,26 +27,24 @@ GRAPH = """
  visited_te_modules = ANY_EMPTY
 @@
 -with ..., torch.cuda.stream(ANY):
-+with microbatches.during_warmup(STATE), ..., torch.cuda.stream(ANY):
++with microbatches.during_warmup(), ..., torch.cuda.stream(ANY):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(fwd_graph, ...):
-+with microbatches.during_forward(STATE, replays.of(fwd_graph), func), ..., _graph_context_wrapper(fwd_graph, ...):
++with microbatches.during_forward(replays.of(fwd_graph), func), ..., _graph_context_wrapper(fwd_graph, ...):
      ...
 @@ (2 times)
 -with ..., _graph_context_wrapper(bwd_graph, ...):
-+with microbatches.during_backward(STATE, replays.of(bwd_graph)), ..., _graph_context_wrapper(bwd_graph, ...):
++with microbatches.during_backward(replays.of(bwd_graph)), ..., _graph_context_wrapper(bwd_graph, ...):
      ...
 @@
 +microbatches.restore()
  ret = []
 @@ graph.py _make_graphed_callables.Graphed.forward
 -if ctx.is_first_module and skip_fp8_weight_update is not None:
-+if skip_fp8_weight_update is not None and (
-+    ctx.is_first_module or needs_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
-+):
++if skip_fp8_weight_update is not None and (ctx.is_first_module or needs_fill(skip_fp8_weight_update)):
      ANY_FILL
-+    note_fill(STATE.skip_fp8_weight_update_tensor, skip_fp8_weight_update)
++    note_fill(skip_fp8_weight_update)
 """
 
 LAYER = """
@@ -81,8 +79,7 @@ FIX = Fix(
     symptom="FP8 without cached weights: graphs use the weights of their capture, outputs have a relative error of 1.0",
     group="FP8 state",
     affects="FP8 graphs without cached weights (Megatron-Core 0.14.0), or after another FP8 module in their autocast",
-    patch=REPLAY_STEPS + PATCH,
-    names={"STATE": skip_flag_state},
+    patch=REPLAY_STEPS + SKIP_FLAG + PATCH,
     requires=("grouped-linear-skip-flag",),
     check_hints=("fp8 output", "fp8 gradient"),
 )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,10 +32,8 @@ _NOTE = r"(?:\d+ times|at least once|if there|at its start|or)"
 _HEADER = re.compile(rf"@@(?: (?P<file>\S+)\.py (?P<place>[\w.]+))?(?: \((?P<notes>{_NOTE}(?:, {_NOTE})*)\))?")
 
 
-def edits(source: Source, text: str, names: Mapping[str, str] | None = None) -> list[Edit]:
-    """Replace the words ``names`` in a patch and return its edits. Raise `UnrecognizedError` if a hunk does not fit."""
-    for name, value in (names or {}).items():
-        text = re.sub(rf"\b{name}\b", value, text)
+def edits(source: Source, text: str) -> list[Edit]:
+    """Return the edits of a patch. Raise `UnrecognizedError` if a hunk does not fit."""
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
 
 

@@ -20,6 +20,8 @@ from torch._C import _current_graph_task_id
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
+from ._te_fp8_state_at_replay import global_state
+
 MARK = "is_first_microbatch"
 _listening: tuple[int, Callable[[Any, bool], Any]] | None = None
 """The thread id of a warmup or capture, and a function that gets each called module and its ``is_first_microbatch``."""
@@ -87,16 +89,16 @@ class FirstMicrobatches:
             marked = {module for owner in self._marks for module in owner.modules()}
             self._saved.restore_weights(self._told_later - self._told_first - marked)
 
-    def during_warmup(self, state: Any) -> contextlib.AbstractContextManager[None]:
+    def during_warmup(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that records the ``is_first_microbatch`` of FP8 calls, unless the capture caches weights."""
-        return self._listen(state, self._note_warmup)
+        return self._listen(self._note_warmup)
 
     def _note_warmup(self, module: Any, is_first: bool) -> None:
         if not self._caches_weights and FP8GlobalStateManager.is_fp8_enabled():
             (self._told_first if is_first else self._told_later).add(module)
 
     @contextlib.contextmanager
-    def during_forward(self, state: Any, replay: Any, function: Any) -> Iterator[None]:
+    def during_forward(self, replay: Any, function: Any) -> Iterator[None]:
         """While active, make the captured graph of ``function`` read its own flags, which ``replay`` fills."""
         has_flags = not self._caches_weights and bool(self._told_first or self._told_later)
         owners = [module for module in _modules(function) if module in self._marks]
@@ -106,14 +108,14 @@ class FirstMicrobatches:
             replay.add("forward prepare", "fill flags of modules", flags.fill)
         elif not self._caches_weights and _takes_marks(function):
             replay.add("forward check", "require first microbatch", _refuse_reuse)
-        with self._listen(state, partial(self._flag_of, flags, as_first)):
+        with self._listen(partial(self._flag_of, flags, as_first)):
             yield
         flags.note_kept_marks()
         if as_first.always or as_first.in_training:
             replay.add("forward check", "require first microbatch", as_first.check_forward)
 
     @contextlib.contextmanager
-    def during_backward(self, state: Any, replay: Any) -> Iterator[None]:
+    def during_backward(self, replay: Any) -> Iterator[None]:
         """While active, make a recomputation reuse the weights of its forward.
 
         A call with ``is_first_microbatch=True`` reads the flags of the graph, which the forward has filled.
@@ -123,15 +125,16 @@ class FirstMicrobatches:
         def flag_of(module: Any, is_first: bool) -> torch.Tensor | None:
             return self._flag_of(flags, as_first, module, is_first) if is_first else None
 
-        with self._listen(state, flag_of):
+        with self._listen(flag_of):
             yield
         if as_first.always or as_first.in_training:
             replay.add("backward check", "require first microbatch", as_first.check_backward)
 
     @contextlib.contextmanager
-    def _listen(self, state: Any, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
+    def _listen(self, listener: Callable[[Any, bool], Any]) -> Iterator[None]:
         """While active, pass module calls to ``listener``. Hide TE's shared flag if the capture caches no weights."""
         global _listening
+        state = global_state()
         shared = state.skip_fp8_weight_update_tensor
         if not self._caches_weights:
             state.skip_fp8_weight_update_tensor = None
@@ -301,16 +304,18 @@ def flag_of_capture(module: Any, is_first: bool) -> torch.Tensor | None:
     return flag
 
 
-def note_fill(flag: torch.Tensor, value: bool) -> None:
-    """Note that ``flag`` was just filled with ``value``."""
+def note_fill(value: bool) -> None:
+    """Note that TE's shared flag was just filled with ``value``."""
+    flag = global_state().skip_fp8_weight_update_tensor
     flag._te_filled = None if flag.is_inference() else (value, flag._version)  # type: ignore[attr-defined,unused-ignore]
 
 
-def needs_fill(flag: torch.Tensor | None, value: bool) -> bool:
-    """Return whether a graph with cached weights must fill the shared flag with ``value`` before its replay.
+def needs_fill(value: bool) -> bool:
+    """Return whether a graph with cached weights must fill TE's shared flag with ``value`` before its replay.
 
     The result is False if `note_fill` noted this value and no code has written the flag since.
     """
+    flag = global_state().skip_fp8_weight_update_tensor
     filled = getattr(flag, "_te_filled", None)
     return flag is None or bool(filled != (value, flag._version))
 

@@ -12,7 +12,7 @@ import torch
 from torch._C import _current_graph_task_id
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_module
+from ._te_fp8_state_at_replay import autocast_depth, global_state, is_first_module, set_first_module
 
 
 class ScaleUpdates:
@@ -39,11 +39,9 @@ class ScaleUpdates:
 
 
 @contextlib.contextmanager
-def updates_left_to_replays(replay: Any = None, flag: Any = None) -> Iterator[None]:
-    """Omit the updates of scales in a warmup or in the capture of a backward, and add them to the steps of ``replay``.
-
-    ``flag`` is the skip flag of cached weights. A recomputation in the backward reads it too.
-    """
+def updates_left_to_replays(replay: Any = None) -> Iterator[None]:
+    """Omit the updates of scales in a warmup or in the capture of a backward, and add them to steps of ``replay``."""
+    flag = global_state().skip_fp8_weight_update_tensor  # A recomputation in a backward reads it, as its forward does.
     updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
     try:
         yield
