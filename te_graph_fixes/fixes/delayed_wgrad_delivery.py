@@ -75,17 +75,9 @@ PATCH = """
 
 @@ module/grouped_linear.py _GroupedLinear.backward (at its start)
 +from ..graph import is_graph_capturing
-@@ module/grouped_linear.py _GroupedLinear.backward
- if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
-     ...
--elif ctx.fuse_wgrad_accumulation:
-+elif ctx.fuse_wgrad_accumulation or (
-+    ctx.wgrad_store is not None and ctx.wgrad_store.delay_wgrad_compute() and is_graph_capturing()
-+):
-     wgrad = None
 @@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there, at its start)
 +from ..graph import is_graph_capturing
-@@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there)
+@@ module/grouped_linear.py _GroupedLinear (at least once)
  if ctx.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
      ...
 -elif ctx.fuse_wgrad_accumulation:

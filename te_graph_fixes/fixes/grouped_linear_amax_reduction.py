@@ -11,12 +11,7 @@ reduce amaxes during a capture, because TE does this at each replay. With the fi
 from ..fix import Fix
 
 PATCH = """
-@@ module/grouped_linear.py _GroupedLinear.backward
-+from ..graph import is_graph_capturing
--if ctx.reduce_and_update_bwd_fp8_tensors:
-+if ctx.reduce_and_update_bwd_fp8_tensors and not is_graph_capturing():
-     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
-@@ module/grouped_linear.py _GroupedLinear._backward_grouped_tensor (if there)
+@@ module/grouped_linear.py _GroupedLinear (at least once)
 +from ..graph import is_graph_capturing
 -if ctx.reduce_and_update_bwd_fp8_tensors:
 +if ctx.reduce_and_update_bwd_fp8_tensors and not is_graph_capturing():
