@@ -14,7 +14,7 @@ from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables
-+from ._te_fused_wgrads import is_shared_dummy
++from ._te_param_grad_lifetime import is_shared_dummy
  visited_te_modules = ANY_EMPTY
 @@ graph.py _make_graphed_callables._returned_param_grad_clone_slots
  idx >= module_param_start and not getattr(ANY, "skip_backward_post_hook", ANY)

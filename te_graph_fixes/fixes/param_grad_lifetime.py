@@ -14,8 +14,7 @@ from .shapes import SHARED_DUMMIES
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_fused_wgrads import is_shared_dummy
-+from ._te_param_grad_lifetime import ReturnedGrads
++from ._te_param_grad_lifetime import ReturnedGrads, is_shared_dummy
 +
 +# Copy the gradients of parameters, except dummies for wgrads in main_grad.
 +is_copied = tuple(
