@@ -29,7 +29,7 @@ from te_graph_fixes.status import Verdict
 from tests.support.child import Cli
 from tests.support.published import VERSIONS, examined, needed, source
 
-LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.12"}
+LACKS = {"fused-dummy-copies": "2.19", "nvfp4-weight-preswizzle": "2.18"}
 """The first version of TE with the feature of a fix, if older covered versions lack the feature."""
 
 LAYOUTS = ("2.12.0", VERSIONS[-1])
