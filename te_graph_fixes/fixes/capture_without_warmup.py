@@ -6,9 +6,8 @@ Forward hooks in the warmup show TransformerEngine (TE) which of its modules a c
 shows which parameters get gradients. A backward graph needs both, and without a warmup TE knows neither. With the fix,
 a capture for training runs at least one warmup iteration. An iteration that the caller does not request changes no
 buffer, FP8 state or random state, and no tensor in an attribute or container of a module. A capture for evaluation runs
-as many iterations as its caller requests, but at least one if its modules cache FP8 weights between microbatches, or if
-a module or operation with delayed scaling, or attention in FP8, has no scales yet. Otherwise the capture would create
-these weights or scales in graph memory, and each replay would quantize the weights again, or reset the scales.
+as many iterations as its caller requests, but at least one if it would otherwise create cached FP8 weights or FP8
+scales in graph memory, because each replay would quantize these weights again, or reset these scales.
 """
 
 from ..fix import Fix

@@ -16,14 +16,10 @@ the current autocast. This is wrong in six cases:
    forward.
 
 With the fix, modules note during the capture the state that they use and the ends of their own autocasts. A replay does
-the work of an eager forward on this state. After the capture, these states get the values from before the warmup. TE
-itself restores only the states of modules listed by ``modules()``, in the recipe of the capture. Without the fix, TE
-also tries to restore the state of operations that run without FP8 in the capture, and raises ``AssertionError``,
-because they have no state.
-
-A capture raises an error if eager training would update the scales of a module between two runs of this module. It also
-raises an error if a checkpoint would use the copied scales of another checkpoint, as nested checkpoints do. Eager
-forwards outside captures do not change.
+the work of an eager forward on this state. After the capture, each of these states gets its values from before the
+warmup. TE itself restores only modules listed by ``modules()``, in the recipe of the capture, and raises
+``AssertionError`` if an operation runs without FP8. A capture raises an error if eager training would update scales
+between two runs of a module, or if a checkpoint would use the copied scales of another checkpoint (docs/limits.md).
 """
 
 from ..fix import Fix

@@ -4,13 +4,12 @@ Upstream: none yet, TE 2.10 to main (https://github.com/NVIDIA/TransformerEngine
 
 For the capture, ``make_graphed_callables`` replaces ``__call__`` on the class of each module. The replacement finds an
 instance by its ``id``, and enables FP8 for captured modules. All other instances run in ``autocast(enabled=False)``,
-even inside captured modules. In ``Sequential(Sequential(te.Linear), te.Linear)``, the inner modules run in bf16. A
-`te.Linear` inside a layer also runs in bf16 if another `te.Linear` is captured together with the layer (relative error
-of outputs 0.06 to 1.47, any recipe). If a layer and a block that contains it are captured in one call with different
-values of ``enabled``, the layer ignores the autocast of the block. With the fix, only the outermost module enters the
-autocast of its capture. The modules that it calls run in the autocast of their caller. If one call of
-``make_graphed_callables`` contains a module twice with different values of ``enabled``, the call raises `ValueError`,
-because TE knows only one value for each module.
+even inside captured modules. A `te.Linear` inside a layer therefore runs in bf16 if another `te.Linear` is captured
+together with the layer (relative error of outputs 0.06 to 1.47, any recipe). If a layer and a block that contains it
+are captured in one call with different values of ``enabled``, the layer ignores the autocast of the block. With the
+fix, only the outermost module enters the autocast of its capture. The modules that it calls run in the autocast of
+their caller. A call of ``make_graphed_callables`` raises `ValueError` if it contains a module twice with different
+values of ``enabled``, because TE knows only one value for each module.
 """
 
 from ..fix import Fix

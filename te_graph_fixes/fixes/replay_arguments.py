@@ -7,22 +7,18 @@ passed as a keyword, or an argument is missing, the first *weight* is used as an
 another order, its tensors are mixed up. Inputs of another shape are broadcast. A number, a string or an object keeps
 the value of the capture. A keyword that is not among the sample arguments is ignored, although it may be a tensor or
 hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient. The gradient of an
-FP8 output (``fp8_output=True``) is quantized, and an FP8 input is quantized twice.
+FP8 output (``fp8_output=True``) is quantized, and in delayed scaling an FP8 input is quantized twice.
 
-With the fix, a replay compares its arguments with the sample arguments: number, shapes, ``requires_grad``, values that
-are not tensors, and the order of tensors in containers. It raises `TypeError` or `ValueError` if they differ. A
-backward through a forward-only graph raises `RuntimeError`. Inputs of another dtype are cast, with one warning except
-under `torch.autocast`, because an eager module computes other numbers from an fp32 input than from a bf16 input
-(relative error 0.002). An FP8 output in training, and an FP8 input in delayed scaling, raise `ValueError`. An ignored
-keyword argument that is or holds a tensor raises `ValueError` too, unless the bytecode of the forward never loads it.
-Other ignored keyword arguments raise no error, because callers pass ``is_first_microbatch``. Megatron passes its mask
-to layers without attention, whose `__call__` runs another function than `forward`. In such a layer, an ignored tensor
-only causes one warning. An output needs a gradient only if it needed a gradient in the capture.
+With the fix, an output needs a gradient only if it needed one in the capture. The other cases, and an input that needs
+a gradient unlike its sample argument, raise `TypeError` or `ValueError`. A backward through a forward-only graph raises
+`RuntimeError` (docs/limits.md).
 
-Two differences may be harmless: a smaller tensor, such as a mask that broadcasts, and an input that needs a gradient
-although its sample argument needed none. The first such replay runs the eager forward without FP8, and then restores
-buffers, attributes, scales and random states. It raises an error if the forward computes other numbers from the
-smaller tensor, or uses the input in a way that autograd sees."""
+Inputs of another dtype are cast, with one warning except under `torch.autocast`, because an eager module computes other
+numbers from an fp32 input than from a bf16 input (relative error 0.002). An ignored keyword raises no error if it holds
+no tensor, such as ``is_first_microbatch``, or if the bytecode of the forward never loads it. In a layer whose
+`__call__` runs another function than `forward`, it causes only one warning, because Megatron passes its mask to such
+layers. Before an error about a smaller tensor, such as a mask, or about an input that needs a gradient, the first such
+replay runs the eager forward without FP8, and raises no error if the difference is harmless."""
 
 from ..fix import Fix
 from .shapes import REPLAY_STEPS
