@@ -17,8 +17,6 @@ Environment variables:
 - ``TE_GRAPH_FIXES_CHECK=N``: compare graphs with eager runs in the first N training steps (see `check`)
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -10,8 +10,6 @@ installed or none. In strict mode, a missing fix is an error: no fix is installe
 that ``import te_graph_fixes`` is fast.
 """
 
-from __future__ import annotations
-
 import _imp
 import contextlib
 import importlib
@@ -303,7 +301,7 @@ class _Activation:
         return Status.PENDING, missing or "TransformerEngine is not imported yet"
 
 
-def _baked_statuses(decision: Decision, manifest: Manifest, is_loaded: bool) -> dict[str, tuple[Status, str]]:
+def _baked_statuses(decision: "Decision", manifest: "Manifest", is_loaded: bool) -> dict[str, tuple[Status, str]]:
     """Return the status and reason of every fix in a baked TE.
 
     A baked fix is pending until TE is imported, and failed if this process runs other code.

@@ -1,7 +1,5 @@
 """Check that all ranks of a job have the same fixes, and that no rank misses a fix."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

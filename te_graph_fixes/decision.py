@@ -8,8 +8,6 @@
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter

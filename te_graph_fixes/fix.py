@@ -1,7 +1,5 @@
 """A fix: its catalogue record, and its assessment of a TransformerEngine's source."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Sequence
@@ -94,7 +92,7 @@ class Fix:
     upstream: tuple[str, ...] = ()
     account: str = ""
 
-    def described_by(self, name: str, docstring: str) -> Fix:
+    def described_by(self, name: str, docstring: str) -> "Fix":
         """Return this record with the id from its file's ``name`` and the texts from the file's docstring.
 
         The docstring begins with two paragraphs: ``Bug: ...``, which is the summary, and the upstream links.

@@ -4,8 +4,6 @@ Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. A
 its digest, the manifest is trusted, and TE's source is not searched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -65,7 +63,7 @@ class Manifest:
     code: dict[str, dict[str, str]]
 
     @classmethod
-    def read(cls, location: Path) -> Manifest | None:
+    def read(cls, location: Path) -> "Manifest | None":
         """Return the manifest in ``location``, TE's folder, or None if there is no manifest. Ignore unknown keys.
 
         Raise `BakeError` if the manifest is invalid, for example if it names a file outside TE.

@@ -1,7 +1,5 @@
 """The messages of a process about its fixes: the status line, warnings and errors."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The rank of this process in its job, as set by its launcher."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Settings from the environment variables and from arguments, with errors for invalid ones."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Sequence
@@ -51,7 +49,7 @@ class Settings:
         only: Iterable[str] | None = None,
         disable: Iterable[str] | None = None,
         strict: bool | None = None,
-    ) -> Settings:
+    ) -> "Settings":
         """Return the settings from the environment variables. An argument that is not None replaces its variable.
 
         Raise ValueError for an unknown fix id or value. If the variable `SWITCH` turns all fixes off, errors are

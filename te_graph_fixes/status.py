@@ -1,7 +1,5 @@
 """The verdicts on TransformerEngine's source, the statuses of fixes in a process, and the report of all statuses."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any

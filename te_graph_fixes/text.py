@@ -1,7 +1,5 @@
 """Functions that format parts of messages, and a function that prints a line."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

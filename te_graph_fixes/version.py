@@ -1,7 +1,5 @@
 """The version of this package, written by a build or derived from the commit of a checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 NEXT = "0.1.0"

@@ -6,8 +6,6 @@ mismatches. `lifetimes` detects replays that overwrite graph memory in use. Thes
 starts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class Options:
             raise ValueError(f"check: steps must be 1 or more and layers 0 or more, not {self.steps} and {self.layers}")
 
     @classmethod
-    def parse(cls, text: str, name: str = CHECK) -> Options | None:
+    def parse(cls, text: str, name: str = CHECK) -> "Options | None":
         """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``, ``0`` and an empty text.
 
         Raise ValueError for any other text. The error names the variable or option ``name``, whose value is the text.

@@ -1,7 +1,5 @@
 """Graphed callables of `make_graphed_callables` that compare each call with an eager run."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import sys
@@ -91,7 +89,7 @@ class CheckedCallable:
         self._replay_wgrads, self._training = graphed.backward_dw, reference.module.training
         self._delayed: Microbatch | None = None
 
-    def __deepcopy__(self, memo: object) -> CheckedCallable:
+    def __deepcopy__(self, memo: object) -> "CheckedCallable":
         return self  # Copies of a module share this callable, as they would share a function.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,5 @@
 """The relative error of a tensor, for the check of a user's job and for `verify`."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Nothing here waits for the GPU within a step. Each comparison stores its result 
 reads all results. Waiting after each replay would hide races, which occur only if the host is ahead of the GPU.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -205,7 +203,7 @@ class Check:
         needed = [fix for fix, assessment in found.items() if assessment.verdict == Verdict.APPLICABLE]
         return [CATALOGUE[fix] for fix in needed if fix not in report().active]
 
-    def finish(self) -> Check:
+    def finish(self) -> "Check":
         """End the check and release its references. Rank 0 reports for the job when all ranks have finished."""
         if self.finished:
             return self

@@ -6,8 +6,6 @@ nor a hook of such a node runs. Writes of torch operators to other tensors of th
 are reverted. `reference` restores the values of parameters and buffers, FP8 scales and random states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

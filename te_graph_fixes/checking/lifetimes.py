@@ -1,7 +1,5 @@
 """Detection of replays that overwrite tensors in graph memory while they are in use."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import ExitStack

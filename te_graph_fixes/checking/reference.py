@@ -6,8 +6,6 @@ containers, and the reference's own cached FP8 weights, delayed wgrads and hooks
 to their values before the microbatch, and restored afterwards. `isolation` protects the gradients of parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import queue
@@ -50,7 +48,7 @@ class Microbatch:
 
     backward: tuple[list[torch.Tensor | None], State]  # the gradient of each output, and the state before the backward
 
-    def __init__(self, reference: EagerReference, args: Any, kwargs: Values, first: bool | None) -> None:
+    def __init__(self, reference: "EagerReference", args: Any, kwargs: Values, first: bool | None) -> None:
         reference.refusal = reference.why_not_checked()
         self.inputs, self.state = copied((args, kwargs)), reference.state()
         passed = first is not None or reference.graph_leaves_marks

@@ -9,8 +9,6 @@ the originals to their modules, in the reverse order. It runs for ``bake --undo`
 bake or an undo was killed, at the start of the next ``bake``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import fcntl

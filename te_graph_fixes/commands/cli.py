@@ -3,8 +3,6 @@
 The docstring of a command is its help text.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """Find the parts of a command line, such as ``sudo``, that drop the environment of ``te-graph-fixes run``."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

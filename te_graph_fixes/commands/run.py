@@ -4,8 +4,6 @@ The command sets environment variables, then replaces its own process with the p
 are therefore the program's own. `launcher/te_graph_fixes_run.py` describes how the variables activate the fixes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

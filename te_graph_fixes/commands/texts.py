@@ -4,8 +4,6 @@ The texts contain commands. The argument ``where`` is the option that these comm
 (TE): `` --source DIR``, with the leading space, or "" for the installed TE.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The catalogue of fixes. Each fix has its own file, and `CATALOGUE` contains the ``FIX`` of every file."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """Compare the baked code in TransformerEngine's files with the code that this process runs."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping

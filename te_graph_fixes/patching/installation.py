@@ -7,8 +7,6 @@ defaults, decorators, closure cells and references do not change. Wrappers by ot
 that changes conflict or cannot be compiled. TransformerEngine is then unchanged.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.machinery

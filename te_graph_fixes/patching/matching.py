@@ -13,8 +13,6 @@ The statements of a pattern must be adjacent in the source, and its blocks compl
 If a pattern matches in two ways, there are two matches.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -53,7 +51,7 @@ class Pattern:
 
     @staticmethod
     @cache
-    def of(text: str) -> Pattern:
+    def of(text: str) -> "Pattern":
         text = textwrap.dedent(text).strip()
         return Pattern(text, ast.parse(as_python(text)).body)
 

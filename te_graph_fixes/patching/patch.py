@@ -14,8 +14,6 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
 the hunk's line in the patch.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -37,7 +35,7 @@ def edits(source: Source, text: str) -> list[Edit]:
     return [edit for alternatives in read(text) for edit in _fit(source, alternatives)]
 
 
-def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
+def _fit(source: Source, alternatives: "Sequence[Hunk]") -> list[Edit]:
     """Return the edits of the only fitting hunk. Raise `UnrecognizedError` unless exactly one hunk fits."""
     fits, errors = [], []
     for hunk in alternatives:
@@ -54,7 +52,7 @@ def _fit(source: Source, alternatives: Sequence[Hunk]) -> list[Edit]:
 
 
 @cache
-def read(text: str) -> list[list[Hunk]]:
+def read(text: str) -> "list[list[Hunk]]":
     """Return the hunks of a patch, each with its alternatives. Raise `PatchError` for an invalid line."""
     hunks: list[list[Hunk]] = []
     file = place = ""
@@ -86,7 +84,7 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
     return sections
 
 
-def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> Hunk:
+def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> "Hunk":
     """Return the hunk with these lines. Raise `PatchError` for an invalid pattern."""
     counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
     count = None if "at least once" in notes else counts[0] if counts else 1

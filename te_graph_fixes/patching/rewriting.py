@@ -15,8 +15,6 @@ the same type in both. Then only the smallest expression that differs is replace
 Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
 """
 
-from __future__ import annotations
-
 import ast
 import keyword
 import re

@@ -3,8 +3,6 @@
 This module imports neither torch nor TE. The same classes serve an installed TE and a source tree.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.metadata
@@ -60,10 +58,10 @@ class Source:
 
     location: str
     version: str | None
-    _modules: dict[str, ModuleSource | None] = field(default_factory=dict, init=False, compare=False)
+    _modules: "dict[str, ModuleSource | None]" = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
-    def installed(cls) -> Source:
+    def installed(cls) -> "Source":
         """Return the TE that ``import transformer_engine`` finds. Raise `TENotFoundError` if there is none."""
         with contextlib.suppress(ImportError, ValueError):  # ValueError: a module without __spec__ in sys.modules
             spec = importlib.util.find_spec(TE)
@@ -76,7 +74,7 @@ class Source:
         raise TENotFoundError(f"{TE} is not installed in {sys.executable}")
 
     @classmethod
-    def at(cls, folder: str | Path) -> Source:
+    def at(cls, folder: str | Path) -> "Source":
         """Return the TE in ``folder``: a site-packages folder, a checkout, or the package folder of TE.
 
         Raise `TENotFoundError` if the folder contains no TE.
@@ -87,13 +85,13 @@ class Source:
                 return cls(str(package), _version(str(package.parent)))
         raise TENotFoundError(f"no {TE} package in {str(folder)!r}: expected {root / TE}/__init__.py")
 
-    def find(self, name: str) -> ModuleSource | None:
+    def find(self, name: str) -> "ModuleSource | None":
         """Return module ``name``, or None if this TE has no such module."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
-    def module(self, name: str) -> ModuleSource:
+    def module(self, name: str) -> "ModuleSource":
         """Return module ``name``. Raise `UnrecognizedError` if this TE has no such module."""
         if (module := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
@@ -108,7 +106,7 @@ class Source:
         """Forget the modules read so far, because their syntax trees slow down every later garbage collection."""
         self._modules.clear()
 
-    def _read(self, name: str) -> ModuleSource | None:
+    def _read(self, name: str) -> "ModuleSource | None":
         path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
         if not path.is_file():
             return None
@@ -139,7 +137,7 @@ class ModuleSource:
     path: str
     text: str
     newline: str = "\n"
-    _found: dict[str, Definition] = field(default_factory=dict, init=False, compare=False)
+    _found: "dict[str, Definition]" = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -171,7 +169,7 @@ class ModuleSource:
                     pending += [(f"{prefix}{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
         return {name: nodes[0] for name, nodes in by_name.items() if len(nodes) == 1}
 
-    def definition(self, place: str) -> Definition:
+    def definition(self, place: str) -> "Definition":
         """Return the function or class at ``place``. Raise `UnrecognizedError` unless there is exactly one.
 
         In ``function.Class.method``, ``Class`` may be anywhere inside ``function``.
