@@ -75,12 +75,8 @@ class Report:
     ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
 
-    ``mode`` is ``memory`` if fixes were applied in memory or none is needed, and ``baked`` if all active fixes are
-    baked. If no fix is active, ``mode`` is ``failed`` if `missing` is not empty, ``off`` if the fixes are off, and
-    ``pending`` before the import of TransformerEngine.
-
-    ``digest`` has eight hexadecimal digits. Two processes have equal digests if ``te_version``, ``version``, the active
-    fixes and the texts of the changed modules are equal. It does not matter whether the fixes are baked or in memory.
+    ``mode`` is ``memory``, ``baked``, ``off``, ``failed``, or ``pending`` before the import of TransformerEngine.
+    ``digest`` has eight hexadecimal digits. docs/launchers.md describes their meaning.
     """
 
     te_version: str | None

@@ -1,12 +1,10 @@
 """Write the fixes into files of TransformerEngine (TE), into a folder for ``bake --overlay``, or as a diff.
 
-A bake in place first writes each new text next to its module, as ``graph.py.te-graph-fixes-new``, and the manifest
-``te-graph-fixes.json``, which contains the digests of each module before and after the bake. Then, for each module, it
-links the original as ``graph.py.te-graph-fixes-original``, and renames the new text to the module. The added modules
-come first, because changed modules import them, and graph.py comes last, because its changes activate the changes of
-other modules. TE can therefore be imported after each rename, and its eager training does not change. An undo renames
-the originals to their modules, in the reverse order. It runs for ``bake --undo``, after an error or a signal, and, if a
-bake or an undo was killed, at the start of the next ``bake``.
+A bake in place first writes the manifest and, next to each module, its new text. Then, for each module, it links the
+original, and renames the new text to the module. The added modules come first, because changed modules import them, and
+graph.py comes last, because its changes activate the changes of other modules. TE can therefore be imported after each
+rename, and its eager training does not change. An undo renames the originals to their modules, in the reverse order. It
+also runs after an error or a signal, and at the start of the next ``bake`` if a bake or an undo was killed.
 """
 
 import contextlib

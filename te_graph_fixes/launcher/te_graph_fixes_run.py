@@ -4,10 +4,8 @@ PYTHONPATH of these processes contains this folder, so each interpreter runs thi
 therefore fast, needs only the standard library, and is valid in old interpreters. It imports te_graph_fixes when
 TransformerEngine (TE) is imported.
 
-Normally our `sitecustomize` imports this module. But Python may find another ``sitecustomize`` first, for example the
-module of ``opentelemetry-instrument``. Therefore PYTHONWARNINGS also names a warning category in this module. Python
-imports such categories before it looks for a ``sitecustomize``. If a program replaces PYTHONPATH, its children cannot
-find this module and print: ``Invalid -W option ignored: invalid module name: 'te_graph_fixes_run'``.
+Our `sitecustomize` imports this module. Because Python may find another ``sitecustomize`` first, PYTHONWARNINGS also
+names a warning category of this module, and Python imports the category's module before any ``sitecustomize``.
 """
 
 import os

@@ -1,10 +1,6 @@
 """Compose the edits of all changes, compile them, install them in running code, and revert them.
 
-A function is fixed by replacing the code of TransformerEngine's own function object. The function's identity, globals,
-defaults, decorators, closure cells and references do not change. Wrappers by other tools remain in place.
-
-`Installation.failing_changes` names the changes that cannot be installed in this process. An `InstallationError` means
-that changes conflict or cannot be compiled. TransformerEngine is then unchanged.
+A function is fixed by replacing the code of TransformerEngine's own function object (docs/how.md gives the reasons).
 """
 
 import ast

@@ -1,16 +1,9 @@
 """Patterns of Python code, matched by syntax. Layout and comments do not matter.
 
-These are the rules for a pattern:
-
-- ``ANY`` and ``ANY_NAME`` match any expression. All occurrences of the same ``ANY_NAME`` match the same text.
-- ``...`` matches any number of statements, arguments, or items of a tuple or a ``with``. In the targets of an
-  assignment, write ``*ANY`` instead.
-- The keywords of a call match in any order. If the pattern's call contains ``...``, the source may have more keywords.
-- A ``def`` with ``...`` matches a function with at least the listed parameters and defaults, in any order.
-- A ``def`` without decorators, return type or annotations matches functions with any of these.
-
-The statements of a pattern must be adjacent in the source, and its blocks complete, except for gaps marked by ``...``.
-If a pattern matches in two ways, there are two matches.
+A pattern is code with the placeholders ``ANY``, ``ANY_NAME`` and ``...``, which docs/maintainers/adding-a-fix.md
+describes. Beyond that page, the keywords of a call and the parameters of a ``def`` with ``...`` match in any order, and
+a ``def`` without decorators, return type or annotations matches functions with any of these. If a pattern matches in
+two ways, there are two matches.
 """
 
 import ast

@@ -1,18 +1,9 @@
 """Compute the edits of a hunk from its two sides.
 
-`compare` groups adjacent lines of a hunk that have the same mark. ``+`` lines replace the ``-`` lines directly above::
-
-     with a:
-    -    x = f(u, v)
-    +    x = f(u, w)
-    +    y = x
-     z = 1
-
-Here whole lines replace whole lines (`_replace_lines`). Without ``y = x``, each group would be a single statement, of
-the same type in both. Then only the smallest expression that differs is replaced (`_replace_expression`): ``v`` by
-``w``. So other fixes can edit the rest of the line, and its comments remain.
-
-Each replacement starts and ends at a node of the pattern. A match binds these nodes to nodes of the source.
+`compare` groups adjacent lines of a hunk that have the same mark. ``+`` lines replace the ``-`` lines directly above.
+If both groups are a single statement of the same type, only the smallest expression that differs is replaced, so that
+other fixes can edit the rest of the line, and its comments remain. Each replacement starts and ends at a node of the
+pattern. A match binds these nodes to nodes of the source.
 """
 
 import ast
