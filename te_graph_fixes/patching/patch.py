@@ -18,7 +18,6 @@ import ast
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from . import PACKAGE
@@ -63,7 +62,7 @@ def read(text: str) -> "list[list[Hunk]]":
         if parts["file"]:
             file, place = parts["file"], parts["place"]
         notes = (parts["notes"] or "").split(", ")
-        hunk = _hunk(header.number, file, place, notes, lines)
+        hunk = Hunk(header.number, file, place, notes, lines)
         if "or" in notes:
             hunks[-1].append(hunk)
         else:
@@ -84,23 +83,6 @@ def _sections(text: str) -> list[tuple[Line, list[Line]]]:
     return sections
 
 
-def _hunk(number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> "Hunk":
-    """Return the hunk with these lines. Raise `PatchError` for an invalid pattern."""
-    counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
-    count = None if "at least once" in notes else counts[0] if counts else 1
-    old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
-    pattern, changes = None, []
-    if "at its start" not in notes:
-        if not old.body or is_gap(old.body[0]):
-            raise PatchError(f"line {number}: a pattern must not be empty or begin with `...`")
-        changes = compare(lines, old, new)
-        located = frozenset(spot.node for change in changes for spot in (change.start, change.end))
-        pattern = Pattern(old.module.text, old.body, located)
-    result = Pattern(new.module.text, new.body) if any(line.mark == "+" for line in lines) else None
-    return Hunk(number, file, place, count, "if there" in notes, pattern, changes, result, new.module.text)
-
-
-@dataclass(frozen=True)
 class Hunk:
     """A hunk: its ``pattern`` (None: insert at the start of a function), and the ``changes`` at each match.
 
@@ -108,15 +90,22 @@ class Hunk:
     hunk has no ``+`` lines). If ``result`` matches, the source already contains the hunk.
     """
 
-    number: int
-    file: str
-    place: str
-    count: int | None
-    may_be_missing: bool
-    pattern: Pattern | None
-    changes: Sequence[Replacement]
-    result: Pattern | None
-    new_text: str
+    def __init__(self, number: int, file: str, place: str, notes: list[str], lines: list[Line]) -> None:
+        """Read the lines of the hunk. Raise `PatchError` for an invalid pattern."""
+        self.number, self.file, self.place = number, file, place
+        self.may_be_missing = "if there" in notes
+        counts = [int(note.split()[0]) for note in notes if note.endswith("times")]
+        self.count = None if "at least once" in notes else counts[0] if counts else 1
+        old, new = Side(lines, " -", "the old side"), Side(lines, " +", "the new side")
+        self.new_text = new.module.text
+        self.pattern, self.changes = None, list[Replacement]()
+        if "at its start" not in notes:
+            if not old.body or is_gap(old.body[0]):
+                raise PatchError(f"line {number}: a pattern must not be empty or begin with `...`")
+            self.changes = compare(lines, old, new)
+            located = frozenset(spot.node for change in self.changes for spot in (change.start, change.end))
+            self.pattern = Pattern(old.module.text, old.body, located)
+        self.result = Pattern(new.module.text, new.body) if any(line.mark == "+" for line in lines) else None
 
     def fit(self, source: Source) -> list[Edit]:
         """Return the edits of the hunk. Raise `UnrecognizedError` if it does not fit.
