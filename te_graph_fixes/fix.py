@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from .patching.installation import Change
@@ -59,10 +58,10 @@ class Fix:
     """A record in the catalogue. Each module of `te_graph_fixes.fixes` defines one fix.
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
-    trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``affected_versions`` are
-    the versions expected to have the bug, for example ``>=2.10,<2.17``, and may lack one of these bounds. ``requires``
-    names other fixes. If one of them is disabled or cannot be applied, this fix is not applied. ``check_hints`` are
-    words that indicate this bug in the mismatches of a check.
+    trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``since`` is the first
+    release that is expected to have the bug, and ``merged`` is the first release with the upstream fix (None: there is
+    none). ``requires`` names other fixes. If one of them is disabled or cannot be applied, this fix is not applied.
+    ``check_hints`` are words that indicate this bug in the mismatches of a check.
 
     ``after`` names the fixes whose edits precede the edits of this fix at the same place. The order of all other edits
     at one place does not matter (tests/patching/test_order.py).
@@ -81,7 +80,8 @@ class Fix:
     group: str = ""
     affects: str = ""
     cost: str = ""
-    affected_versions: str = f">={OLDEST}"
+    since: str = OLDEST
+    merged: str | None = None
     requires: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     check_hints: tuple[str, ...] = ()
@@ -106,31 +106,19 @@ class Fix:
             account=account,
         )
 
-    @property
-    def _bounds(self) -> dict[str, Version]:
-        """The bounds in `affected_versions`: ``>=`` the first release with the bug, ``<`` the first fixed release."""
-        return {bound.operator: Version(bound.version) for bound in SpecifierSet(self.affected_versions)}
-
     def expected(self, version: str | None) -> Verdict | None:
         """Return the expected verdict on a version (``applicable`` or ``not-needed``), or None if it is invalid."""
         if (found := parsed(version)) is None:
             return None
-        has_bug = SpecifierSet(self.affected_versions).contains(found.base_version)
-        return Verdict.APPLICABLE if has_bug else Verdict.NOT_NEEDED
+        is_older = found.release < Version(self.since).release
+        is_fixed = self.merged is not None and found.release >= Version(self.merged).release
+        return Verdict.NOT_NEEDED if is_older or is_fixed else Verdict.APPLICABLE
 
     @property
     def versions(self) -> str:
-        """The tested releases with the bug, in words: ``2.10 to 2.16`` for ``>=2.10,<2.17``."""
-        oldest = Version(OLDEST)
-        first = str(max(self._bounds.get(">=", oldest), oldest))
-        fixed = self._bounds.get("<")
-        last = f"{fixed.major}.{fixed.minor - 1}" if fixed else "main"
-        return first if first == last else f"{first} to {last}"
-
-    @property
-    def merged(self) -> str | None:
-        """The first release with the upstream fix, or None if there is none."""
-        return str(self._bounds["<"]) if "<" in self._bounds else None
+        """The tested releases with the bug, in words: ``2.10 to 2.16`` if ``merged`` is 2.17."""
+        last = f"2.{Version(self.merged).minor - 1}" if self.merged else "main"
+        return last if last == self.since else f"{self.since} to {last}"
 
     def assess(self, source: Source) -> Assessment:
         """Return the assessment of a source. Any error, even a bug of this package, makes the fix ``unrecognized``."""

@@ -148,5 +148,5 @@ def listing() -> Iterator[str]:
 
 def records() -> dict[str, dict[str, Any]]:
     """Return the data that ``list --json`` prints."""
-    names = ("group", "symptom", "affects", "affected_versions", "merged", "requires", "upstream")
+    names = ("group", "symptom", "affects", "since", "merged", "requires", "upstream")
     return {fix.id: {name: getattr(fix, name) for name in names} for fix in CATALOGUE.values()}

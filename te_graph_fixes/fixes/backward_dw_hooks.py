@@ -44,7 +44,7 @@ FIX = Fix(
     symptom="delayed wgrads: Megatron's DDP never reduces the gradients of captured layers",
     group="pipelines and delayed wgrads",
     affects="Megatron --delay-wgrad-compute with its DDP",
-    affected_versions=">=2.10,<2.13",
+    merged="2.13",
     patch=PATCH,
     corrected=[(UPSTREAM, "the hooks are run after the replay")],
     check_hints=("hooks",),

@@ -33,7 +33,7 @@ FIX = Fix(
     symptom="fused wgrads: the backward takes about 20 % longer, and needs as much extra memory as the weights",
     group="speed",
     affects="fuse_wgrad_accumulation (Megatron, unless --no-gradient-accumulation-fusion)",
-    affected_versions=">=2.19",
+    since="2.19",
     patch=SHARED_DUMMIES + PATCH,
     absent=[(EARLIER, "TE before 2.19 copies no parameter grads")],
 )

@@ -64,7 +64,7 @@ FIX = Fix(
     symptom="FP8 experts: outputs wrong after the first optimizer step (relative error 1.0), or wgrad norm ratio 0.577",
     group="gradients",
     affects="captured FP8 experts (te.GroupedLinear, --moe-grouped-gemm) with fp8_weight_caching (Megatron sets it)",
-    affected_versions=">=2.10,<2.17",
+    merged="2.17",
     patch=PATCH,
     corrected=[(UPSTREAM, "GroupedLinear passes the skip flag on")],
     check_hints=("fp8 GroupedLinear output", "GroupedLinear backward main_grad"),

@@ -34,7 +34,7 @@ FIX = Fix(
     symptom="NVFP4 with cached weights on RTX Blackwell: outputs and dgrads have a relative error of 0.2 to 0.6",
     group="FP8 state",
     affects="NVFP4BlockScaling (Megatron --fp4-recipe nvfp4) with cached weights on GPUs of capability 12.x",
-    affected_versions=">=2.18",
+    since="2.18",
     patch=PATCH,
     absent=[(EARLIER, "TE before 2.18 requests no swizzled scales for weights")],
     check_hints=("fp8 output", "fp8 gradient"),

@@ -49,7 +49,7 @@ FIX = Fix(
     symptom="gradients in .grad of parameters are wrong (relative error 1.0 with three microbatches, often inf)",
     group="gradients",
     affects="several microbatches with gradients in .grad: unfused wgrads, or biases and norm weights",
-    affected_versions="<2.19",
+    merged="2.19",
     cost="copies of unfused gradients: 3 µs of GPU time a replay for biases and norm weights, one kernel for each "
     "unfused wgrad",
     patch=SHARED_DUMMIES + PATCH,

@@ -52,7 +52,8 @@ FIX = Fix(
     symptom="Megatron-Core 0.11 to 0.17 with its own graphs stops: no attribute 'set_skip_fp8_weight_update_tensor'",
     group="crashes",
     affects="Megatron-Core 0.11.0 to 0.17.1 with its own graphs (--cuda-graph-impl local) in FP8",
-    affected_versions=">=2.15,<2.17",
+    since="2.15",
+    merged="2.17",
     patch=PATCH,
     corrected=[(UPSTREAM, "FP8GlobalStateManager has both accessors")],
 )

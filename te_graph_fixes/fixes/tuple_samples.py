@@ -28,7 +28,7 @@ FIX = Fix(
     symptom="with reused buffers, sample arguments in a tuple stop the capture with AssertionError",
     group="crashes",
     affects="captures with sample arguments in a tuple and _reuse_graph_input_output_buffers",
-    affected_versions=">=2.6,<2.12",
+    merged="2.12",
     patch=PATCH,
     corrected=[(UPSTREAM, "sample arguments may be tuples")],
 )

@@ -62,7 +62,8 @@ FIX = Fix(
     symptom="the peak memory of a capture is a quarter higher than necessary",
     group="speed",
     affects="pipelines (Megatron --pipeline-model-parallel-size): an _order with many microbatches and model chunks",
-    affected_versions=">=2.19,<2.20",
+    since="2.19",
+    merged="2.20",
     patch=PATCH,
     corrected=[
         (UPSTREAM, "warmup releases outputs after their last use"),

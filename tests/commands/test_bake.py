@@ -39,7 +39,7 @@ TEXT = "def run():\n    return 1\n"
 FIXES = {
     fix_id: fix.described_by(fix_id, "Bug: it returns 1.")
     for fix_id, fix in {
-        "none-outputs": Fix("", "\n@@ module/base.py run\n-return 1\n+return 2\n", affected_versions=">=2.10,<2.17"),
+        "none-outputs": Fix("", "\n@@ module/base.py run\n-return 1\n+return 2\n", merged="2.17"),
         "replay-arguments": Fix("", "\n@@ graph.py run\n+from ._te_parameter_hooks import x\n return 1\n"),
         "warmup-reset": Fix("", "\n@@ quantization.py run\n-return 1\n+return 3\n", requires=("replay-arguments",)),
     }.items()

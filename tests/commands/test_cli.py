@@ -234,8 +234,8 @@ def test_list_has_every_fix(cli: Cli) -> None:
     status, out, _ = cli("list", "--json")
     records = json.loads(out)
     assert (status, list(records)) == (0, list(CATALOGUE))
-    warmup = {name: records["warmup-reset"][name] for name in ("affected_versions", "affects")}
-    assert warmup == {"affected_versions": "<2.14", "affects": CATALOGUE["warmup-reset"].affects}
+    warmup = {name: records["warmup-reset"][name] for name in ("since", "merged", "affects")}
+    assert warmup == {"since": "2.10", "merged": "2.14", "affects": CATALOGUE["warmup-reset"].affects}
 
 
 @pytest.mark.parametrize(("missing", "command"), [("wrapt", "run true"), ("packaging", "bake")])

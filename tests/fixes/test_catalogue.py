@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from te_graph_fixes import fixes
-from te_graph_fixes.fix import GROUPS, Fix
+from te_graph_fixes.fix import GROUPS, OLDEST, Fix
 from te_graph_fixes.fixes import CATALOGUE
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.status import Verdict
@@ -38,8 +38,7 @@ def test_the_record(fix: Fix) -> None:
         "add the upstream link to the fix, or write `Upstream: none yet` in its docstring"
     )
     assert all(re.fullmatch(r"https://github\.com/NVIDIA/[\w-]+/(pull|issues)/\d+", link) for link in fix.upstream)
-    assert re.fullmatch(r"(>=[\d.]+)?,?(<[\d.]+)?", fix.affected_versions)
-    assert SpecifierSet(fix.affected_versions)
+    assert Version(OLDEST) <= Version(fix.since) < Version(fix.merged or "3.0")
     assert set(fix.requires) <= set(CATALOGUE) - {fix.id}
 
 

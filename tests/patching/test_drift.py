@@ -37,7 +37,7 @@ LAYOUTS = ("2.12.0", VERSIONS[-1])
 
 
 def wanted(fix: Fix, version: str) -> Verdict | None:
-    """Return the expected verdict of a fix on a version of TE, from `OLDEST`, `LACKS` and `Fix.affected_versions`."""
+    """Return the expected verdict of a fix on a version of TE, from `OLDEST`, `LACKS` and `Fix.expected`."""
     if Version(version) < Version(OLDEST):
         return Verdict.UNRECOGNIZED
     lacks = Version(version) < Version(LACKS.get(fix.id, OLDEST))
