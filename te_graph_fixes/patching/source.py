@@ -20,15 +20,6 @@ from typing import Any, NamedTuple
 from . import TE
 from .matching import Match, Pattern
 
-_DISTRIBUTIONS = (
-    TE,
-    "transformer-engine-cu13",
-    "transformer-engine-cu12",
-    "transformer_engine_torch",
-    "transformer_engine_rocm7",
-    "transformer_engine_rocm_torch",
-)
-
 
 class TENotFoundError(Exception):
     """The error if no TransformerEngine is found."""
@@ -116,11 +107,10 @@ class Source:
 
 def _version(folder: str) -> str | None:
     """Return TE's version from the metadata next to it, or from a checkout's VERSION.txt, or None if neither has it."""
-    for name in _DISTRIBUTIONS:
-        for distribution in importlib.metadata.distributions(name=name, path=[folder]):
-            with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version
-                if distribution.version:
-                    return distribution.version
+    for metadata in sorted(Path(folder).glob(f"{TE}*-info")):  # TE's own metadata precedes that of its parts
+        with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version
+            if version := importlib.metadata.Distribution.at(metadata).version:
+                return version
     with contextlib.suppress(OSError):
         return Path(folder, "build_tools", "VERSION.txt").read_text("utf-8", "replace").strip()
     return None

@@ -43,6 +43,13 @@ def test_the_version_is_that_of_the_metadata(tmp_path: Path, name: str, version:
     assert Source.at(tree(tmp_path, version, name)).version == version
 
 
+def test_the_metadata_of_te_precedes_that_of_its_parts(tmp_path: Path) -> None:
+    for name, version in (("transformer_engine_cu12", "2.11.0"), ("transformer_engine_torch", "2.10.0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    assert Source.at(tree(tmp_path)).version == "2.12.0+5671fd36"
+
+
 def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()
