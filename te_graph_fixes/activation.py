@@ -209,8 +209,9 @@ class _Activation:
         return Report(None, {}, mode="off")
 
     def _install(self, settings: Settings) -> None:
-        from .decision import compose, decide, read
+        from .decision import decide, read
         from .manifest import installed_manifest
+        from .patching.installation import Installation
         from .patching.source import Source, TENotFoundError
 
         if settings.off and installed_manifest() is None:
@@ -223,9 +224,13 @@ class _Activation:
         except TENotFoundError as error:  # another package has replaced TE in `sys.modules`
             self._failure = str(error)
             return
-        self._decision = decide(read(source), settings)
-        self._decision, installation = compose(self._decision)
-        self._decision.source.forget_modules()
+        reading = read(source)
+        self._decision = decide(reading, settings)
+        installation = Installation(source, self._decision.to_apply)
+        if failures := installation.failing_changes():  # for example because another package has replaced a function
+            self._decision = decide(reading, settings, failures)
+            installation = Installation(source, self._decision.to_apply)
+        source.forget_modules()
         self._installation = installation
         installation.install()
 

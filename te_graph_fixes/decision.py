@@ -2,7 +2,7 @@
 
     read(source)               assesses the source for every fix, and returns each verdict with its reason and edits
     decide(reading, settings)  combines the verdicts with the settings into a status for every fix
-    compose(decision)          compiles the fixes to apply, except fixes that fail in this process
+    Installation(...)          compiles the fixes to apply. If some fail in this process, `decide` runs once more
     Installation.install()     installs all fixes or none. Only this step changes TE, and `revert` undoes it
 
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
@@ -15,7 +15,6 @@ from graphlib import TopologicalSorter
 from .fix import Assessment
 from .fixes import CATALOGUE, assess
 from .manifest import BAKE, UNDO, BakeError, Manifest, digest, read_manifest
-from .patching.installation import Installation
 from .patching.source import Source
 from .settings import Settings
 from .status import BAKED, CANNOT_APPLY, FixStatus, Report, Status, Verdict
@@ -168,17 +167,3 @@ def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]
     files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
     state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
     return digest("\n".join(state).encode())[:8]
-
-
-def compose(decision: Decision) -> tuple[Decision, Installation]:
-    """Compile the fixes to apply. Return the decision, updated for fixes that fail here, and the installation.
-
-    A fix can fail in this process, for example because another package has replaced a function. This affects only the
-    fix and the fixes that require it. In contrast, an exception in this or a later step is a bug in this package. It
-    affects all fixes, and leaves TE unchanged.
-    """
-    installation = Installation(decision.source, decision.to_apply)
-    if failures := installation.failing_changes():
-        decision = decide(decision.reading, decision.settings, failures)
-        installation = Installation(decision.source, decision.to_apply)
-    return decision, installation
