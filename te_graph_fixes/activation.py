@@ -311,7 +311,7 @@ def _baked_statuses(decision: "Decision", manifest: "Manifest", is_loaded: bool)
 
     A baked fix is pending until TE is imported, and failed if this process runs other code.
     """
-    from .patching.files import live_changes
+    from .patching.installation import live_changes
 
     statuses = {fix_id: (fix.status, fix.reason) for fix_id, fix in decision.fixes.items()}
     live = live_changes(decision.source, manifest.code) if is_loaded else ()

@@ -53,7 +53,7 @@ class Manifest:
     ``fixes`` maps each id to a status: ``applied``, ``disabled`` by the user, or the verdict ``not-needed`` or
     ``not-applicable``. ``files`` maps the path of each module to its digests before the bake (None: the bake added the
     module) and after it. The paths are relative to the folder that contains TE. ``code`` contains the digests of the
-    changed functions, to compare them with the loaded functions (`patching.files`).
+    changed functions, to compare them with the loaded functions (`patching.installation`).
     """
 
     version: str

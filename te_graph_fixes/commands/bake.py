@@ -22,8 +22,7 @@ from pathlib import Path
 from ..decision import Decision
 from ..manifest import NAME, BakeError, Manifest, digest, file_digest
 from ..patching import PACKAGE, TE
-from ..patching.files import changed_code
-from ..patching.installation import patched
+from ..patching.installation import changed_code, patched
 from ..patching.source import Source
 from ..status import Status
 from ..version import __version__

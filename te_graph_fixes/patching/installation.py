@@ -1,10 +1,13 @@
 """Compose the edits of all changes, compile them, install them in running code, and revert them.
 
 A function is fixed by replacing the code of TransformerEngine's own function object (docs/how.md gives the reasons).
+`live_changes` compares the baked code in TransformerEngine's files with the code that this process runs.
 """
 
 import ast
 import contextlib
+import functools
+import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
@@ -15,7 +18,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from graphlib import TopologicalSorter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -100,7 +102,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
     """
     *outer, name = qualname.split(".")
     with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a cycle
-        scope = reduce(getattr, outer, cast(Any, sys.modules[module]))
+        scope = functools.reduce(getattr, outer, cast(Any, sys.modules[module]))
         return inspect.unwrap(
             vars(scope).get(name), stop=lambda inner: type(inner) is FunctionType and inner.__code__ in codes
         )
@@ -269,3 +271,55 @@ class Installation:
 def _attribute(owner: Any, name: str) -> Any:
     """Return an attribute of a function, class or module, or None if it is missing or inherited."""
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)
+
+
+Code = Mapping[str, Mapping[str, str]]
+"""For the name of each change, the digests of the functions that it edits, by ``module:function``."""
+
+
+def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
+    """Return, for each change, the digests of the changed code of the functions that it edits, as in `Code`."""
+    code: dict[str, dict[str, str]] = {owner: {} for owner in changes}
+    for patch in compile_patches(source, changes):
+        for owner in patch.owners:
+            code[owner][f"{patch.module}:{patch.qualname}"] = code_digest(patch.after)
+    return code
+
+
+def live_changes(source: Source, changes: Code) -> set[str]:
+    """Return the names of the changes whose functions this process runs.
+
+    Digests depend on the version of Python. After a mismatch, the module's file is compiled to compare the code itself.
+    """
+
+    @functools.cache
+    def in_file(module: str) -> Mapping[str, CodeType]:
+        file = source.find(module)
+        return functions_of(compiled(module, file.text)) if file else {}
+
+    @functools.cache
+    def is_live(place: str, wanted: str) -> bool:
+        module, _, name = place.partition(":")
+        function = loaded_function(module, name, ())
+        if type(function) is not FunctionType:
+            return False
+        return code_digest(function.__code__) == wanted or in_file(module).get(name) == function.__code__
+
+    return {name for name, code in changes.items() if code and all(is_live(*each) for each in code.items())}
+
+
+def code_digest(code: CodeType) -> str:
+    """Return a digest of a function's code without its file name. The same Python always returns the same digest."""
+    return hashlib.sha256(repr(_content(code)).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [*map(_content, value)]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    if not isinstance(value, CodeType):
+        return value
+    names = value.co_name, value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+    counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+    return [names, counts, value.co_firstlineno, value.co_linetable, value.co_code, _content(value.co_consts)]
