@@ -4,12 +4,16 @@ The command sets environment variables, then replaces its own process with the p
 are therefore the program's own. `launcher/te_graph_fixes_run.py` describes how the variables activate the fixes.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import os
+import re
 import shlex
+import shutil
 import signal
 import sys
+import zipfile
 from collections.abc import Sequence
 
 from ..checking import Options
@@ -18,7 +22,6 @@ from ..patching import TE
 from ..settings import CHECK, STRICT, VARIABLES, Settings, is_off, unknown_variables
 from ..text import print_stderr
 from . import NOT_USABLE
-from .reach import unreached
 
 USAGE = """\
 usage: te-graph-fixes run [--check[=N[,layers=K][,strict]]] [--] CMD [ARG ...]
@@ -39,6 +42,20 @@ LAUNCHER = os.path.join(ROOT, "te_graph_fixes", "launcher")
 PRINT_ENV = "--print-env"
 _WITHOUT_RUN = "Add `import te_graph_fixes` to the program, or bake TransformerEngine (`te-graph-fixes bake`)."
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
+_DROPS_VARIABLES = re.compile(
+    r"""
+    (?<![\w.-]) (?:
+        (?: sudo | ssh | su | runuser | docker | podman | kubectl ) (?=\s)
+        | --(?: export[=\s]NONE | cleanenv ) (?!\S)
+        | env (?: \s-u\s?\w+ | \s\w+=\S* )*? \s (?:
+            (?: -\w*i\w* | - | --ignore-environment ) (?!\S) | (?: -u\s? | --unset= ) PYTHON (?:PATH|WARNINGS)
+        )
+        | (?: python | pypy ) [\d.]* t? (?: \s-[WX]\s?\S+ | \s-[^\WcmWX]+ )*? \s -[^\WcmWX]*[IE]\w*
+    )
+    """,
+    re.VERBOSE,
+)
+"""Commands that start a program without the variables of ``run``, or a Python that ignores them."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,3 +125,27 @@ def variables() -> dict[str, str]:
 
 def _note(message: object) -> None:
     print_stderr(f"te-graph-fixes run: {message}")
+
+
+def unreached(command: Sequence[str]) -> list[str]:
+    """Return the parts of a command that drop the environment of ``run``, or [] if no such part is found.
+
+    Programs that the command starts later, for example in a script, are not searched.
+    """
+    path = shutil.which(command[0]) or command[0]
+    found = [match[0] for match in _DROPS_VARIABLES.finditer(" ".join([*command, ";", _interpreter(path)]))]
+    return found + [f"the PEX {file}" for file in (path, *command[1:]) if _is_pex(file)]
+
+
+def _interpreter(path: str) -> str:
+    """Return the command in the first line of a script, or "" if the file is no script."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        first = file.readline(1000)
+        return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+    return ""
+
+
+def _is_pex(path: str) -> bool:
+    with contextlib.suppress(OSError, zipfile.BadZipFile):
+        return os.path.isfile(path) and zipfile.is_zipfile(path) and "PEX-INFO" in zipfile.ZipFile(path).namelist()
+    return False
