@@ -37,14 +37,11 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     """Return, for the manifest and every module that the fixes change or add, the texts before and after a bake.
 
     The keys are paths relative to the folder that contains TE, in the order in which a bake renames the files. The text
-    before is "" for an added file. Each text has the line breaks of its file. The result is {} if there is nothing to
-    fix.
+    before is "" for an added file. The result is {} if there is nothing to fix.
     """
     source, root, files = decision.source, Path(decision.source.location).parent, {}
     for name, texts in patched(source, decision.to_apply).items():
-        module = source.find(name)
-        before, after = (text.replace("\n", module.newline if module else "\n") for text in texts)
-        files[os.path.relpath(module.path, root) if module else f"{name.replace('.', '/')}.py"] = before, after
+        files[f"{name.replace('.', '/')}.py"] = texts
     if not files:
         return {}
     files = {path: files[path] for path in sorted(files, key=lambda path: (files[path][0] > "", path == _GRAPH, path))}

@@ -101,8 +101,7 @@ class Source:
         path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
         if not path.is_file():
             return None
-        data = path.read_bytes()
-        return ModuleSource(name, str(path), importlib.util.decode_source(data), "\r\n" if b"\r\n" in data else "\n")
+        return ModuleSource(name, str(path), importlib.util.decode_source(path.read_bytes()))
 
 
 def _version(folder: str) -> str | None:
@@ -118,15 +117,11 @@ def _version(folder: str) -> str | None:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The source text of one module, as decoded by Python, with its functions and classes.
-
-    ``text`` contains ``\\n`` as line breaks. ``newline`` is the line break in the file.
-    """
+    """The source text of one module, as decoded by Python, with its functions and classes."""
 
     name: str
     path: str
     text: str
-    newline: str = "\n"
     _found: "dict[str, Definition]" = field(default_factory=dict, init=False, compare=False)
 
     @cached_property

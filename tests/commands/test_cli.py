@@ -13,31 +13,16 @@ import pytest
 
 import te_graph_fixes
 from te_graph_fixes.commands import texts
-from te_graph_fixes.commands.bake import baked_files
 from te_graph_fixes.commands.cli import COMMANDS, main
-from te_graph_fixes.decision import Reading, decide, read
+from te_graph_fixes.decision import Reading, decide
 from te_graph_fixes.fix import GROUPS, Assessment
 from te_graph_fixes.fixes import CATALOGUE
-from te_graph_fixes.manifest import read_manifest
 from te_graph_fixes.patching.source import Source
 from te_graph_fixes.settings import DISABLE, SWITCH, Settings
 from te_graph_fixes.status import Verdict
 from tests.support.child import ROOT, Cli, python
 from tests.support.published import COVERED, RENAMED, altered, needed, source
 from tools import newest
-
-
-def test_a_diff_applies_to_a_file_with_carriage_returns(tmp_path: Path, cli: Cli) -> None:
-    tree = altered(tmp_path, "2.12.0")
-    graph = tree / "transformer_engine" / "pytorch" / "graph.py"
-    graph.write_bytes(graph.read_bytes().replace(b"\n", b"\r\n"))
-    status, out, _ = cli("diff", "--source", tree)
-    texts = baked_files(decide(read(Source.at(tree)), Settings()))
-    subprocess.run(["patch", "-p1", "--fuzz=0"], input=out.encode(), cwd=tree, check=True, capture_output=True)
-    assert status == 0
-    assert all((tree / path).read_bytes().decode() == after for path, (_, after) in texts.items())
-    assert graph.read_bytes().count(b"\r\n") == graph.read_bytes().count(b"\n")
-    assert read_manifest(Source.at(tree))
 
 
 def listed(out: str) -> dict[str, str]:
