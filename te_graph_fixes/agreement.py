@@ -9,7 +9,7 @@ from typing import Any
 from .activation import report
 from .messages import FixNotAppliedError, status_line
 from .status import Status
-from .text import by_reason, named
+from .text import by_value, named
 
 _MOST_DESCRIBED = 8
 """The error describes up to this number of groups of equal ranks, and lists up to this number of ranges of ranks."""
@@ -34,12 +34,13 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
         raise ValueError("This process does not belong to the group. Pass a group that contains it.")
     own = report()
     missing = own.missing | own.having(Status.PENDING, Status.REVERTED)
-    problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_reason(missing).items()]
+    problems = [f"{named(ids)} missing: {reason}" for reason, ids in by_value(missing).items()]
     if own.mode == "off":
         problems = ["all fixes are off"]
     if digest not in (None, own.digest):
         problems.append(f"expects digest {digest}")
-    ranks = _equal_ranks(_gathered(2 * int(own.digest, 16) + bool(problems), group))
+    numbers = _gathered(2 * int(own.digest, 16) + bool(problems), group)
+    ranks = sorted(by_value(dict(enumerate(numbers))).values(), key=len, reverse=True)  # most ranks first
     if not problems and len(ranks) == 1:
         return
     if group is not None:
@@ -60,14 +61,6 @@ def _gathered(number: int, group: Any) -> list[int]:
     numbers = torch.empty(distributed.get_world_size(group), dtype=torch.int64, device=device)
     distributed.all_gather([*numbers.split(1)], numbers.new_tensor([number]), group)
     return list(numbers.tolist())
-
-
-def _equal_ranks(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the ranks that sent equal numbers, as one list for each different number, the longest list first."""
-    ranks: dict[int, list[int]] = {}
-    for rank, number in enumerate(numbers):
-        ranks.setdefault(number, []).append(rank)
-    return sorted(ranks.values(), key=len, reverse=True)
 
 
 def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 from .ranks import is_first_on_host, rank
 from .settings import DISABLE, STRICT
 from .status import Report
-from .text import by_reason, count, named, print_stderr, te_name
+from .text import by_value, count, named, print_stderr, te_name
 
 _printed: set[str] = set()
 
@@ -33,7 +33,7 @@ def problem_summary(report: Report) -> str:
             "  te-graph-fixes issue",
             "Reasons:",
         ]
-        lines += [f"  {named(ids)}: {reason}" for reason, ids in by_reason(missing).items()]
+        lines += [f"  {named(ids)}: {reason}" for reason, ids in by_value(missing).items()]
     if early := max((fix.earlier_graphs for fix in report.fixes.values()), default=0):
         were = "graph was" if early == 1 else "graphs were"
         lines += [

@@ -4,6 +4,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _MOST_NAMED = 5
 """A message names up to this number of fixes. If there are more, it contains only their number."""
@@ -13,12 +17,12 @@ def te_name(version: str | None) -> str:
     return f"TransformerEngine {version or '(version unknown)'}"
 
 
-def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each different reason in ``reasons``, the ids of the fixes with this reason."""
-    fixes: dict[str, list[str]] = {}
-    for fix_id, reason in reasons.items():
-        fixes.setdefault(reason, []).append(fix_id)
-    return fixes
+def by_value(items: Mapping[_Key, _Value]) -> dict[_Value, list[_Key]]:
+    """Return, for each different value in ``items``, the keys with this value, or {} without items."""
+    keys: dict[_Value, list[_Key]] = {}
+    for key, value in items.items():
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
 def named(fixes: Sequence[str]) -> str:

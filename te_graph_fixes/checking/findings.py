@@ -32,7 +32,7 @@ from ..fixes import CATALOGUE
 from ..patching.source import Source
 from ..ranks import rank
 from ..status import Status, Verdict
-from ..text import count, print_stderr
+from ..text import by_value, count, print_stderr
 from . import EXIT_MISMATCH, Options
 from .lifetimes import PARAMETER, Lifetimes, Subject
 
@@ -268,7 +268,7 @@ def _summary(totals: list[Counter[str]], fixes: list[tuple[str, str]]) -> str:
     """Return the last line of a check: the number of mismatches, or an error if the fixes of the ranks differ."""
     if len(set(fixes)) == 1:
         return f"te-graph-fixes check, fixes {fixes[0][0]}: {_sentence(totals)}"
-    ranks = {state: [rank for rank, each in enumerate(fixes) if each == state] for state in dict.fromkeys(fixes)}
+    ranks = by_value(dict(enumerate(fixes)))
     states = [f"fixes {found} (digest {digest}) on {numbered_ranks(ranks)}" for (found, digest), ranks in ranks.items()]
     text, _, _ = _sentence(totals).partition(":")
     error = f"the ranks differ in their fixes, so the result is not valid: {', '.join(states)}"

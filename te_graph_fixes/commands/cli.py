@@ -24,7 +24,7 @@ from ..patching.installation import InstallationError
 from ..patching.source import Source, TENotFoundError
 from ..settings import DISABLE, Settings, fix_ids, unknown_variables
 from ..status import Status, Verdict
-from ..text import by_reason, print_stderr, te_name
+from ..text import by_value, print_stderr, te_name
 from ..version import __version__
 from . import NOT_USABLE, bake, texts
 
@@ -221,7 +221,7 @@ def _require_complete(decision: Decision) -> None:
     if decision.unusable_reason:
         raise BakeError(f"Nothing was written: {decision.unusable_reason}")
     if decision.cannot_apply:
-        reasons = by_reason(decision.cannot_apply)
+        reasons = by_value(decision.cannot_apply)
         lines = [f"  {', '.join(ids)}: {reason}" for reason, ids in reasons.items()]
         advice = f"To continue without a fix, add it to {DISABLE}. To report the problem, run:\n  te-graph-fixes issue"
         raise BakeError("\n".join(["Nothing was written, because these fixes cannot be applied:", *lines, advice]))
