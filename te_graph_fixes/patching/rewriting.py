@@ -111,7 +111,10 @@ def compare(lines: Sequence[Line], old: Side, new: Side) -> list[Replacement]:
     for mark, run in chain(groupby(lines, key=lambda line: line.mark), [(" ", iter(()))]):
         run_lines = [*run]
         if mark == "+" or (mark == " " and removed):
-            replacements += _replace(old, new, removed, run_lines if mark == "+" else [])
+            found = _replace(old, new, removed, run_lines if mark == "+" else [])
+            if any(_UNKNOWN.search(replacement.text) for replacement in found):
+                raise PatchError(f"line {run_lines[0].number}: `...` and `ANY` have no known text here")
+            replacements += found
         removed = run_lines if mark == "-" else []
     return replacements
 
@@ -122,7 +125,7 @@ def _replace(old: Side, new: Side, removed: list[Line], added: list[Line]) -> li
     if len(olds) == len(news) == 1 and not any("#" in line.text for line in added):
         before, after = _difference(olds[0], news[0])
         if isinstance(before, ast.expr):
-            return _replace_expression(before, new, after, added)
+            return _replace_expression(before, new, after)
         if inserted := _insert_items(before, new, after):
             return inserted
     return [_replace_lines(old, removed, added)]
@@ -140,21 +143,16 @@ def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replace
     start = old.spot(START, first, first.indent) if removed else end
     if not start or not end:
         raise PatchError(f"line {first.number}: no statement of the same block above or below")
-    text = textwrap.dedent("".join(f"{line.text}\n" for line in added))
-    if _UNKNOWN.search(text):
-        raise _unknown_text(added)
-    return Replacement(start, end, text, True)
+    return Replacement(start, end, textwrap.dedent("".join(f"{line.text}\n" for line in added)), True)
 
 
-def _replace_expression(before: Any, new: Side, after: Any, added: list[Line]) -> list[Replacement]:
+def _replace_expression(before: Any, new: Side, after: Any) -> list[Replacement]:
     """Return replacements of an expression. If the new text has ``...`` or ``ANY``, insert text around the old."""
     start, end = span_with_parentheses(new.module, after)
     text = new.text(start, end)
-    if not _UNKNOWN.search(text):
-        return [Replacement(Spot(before, START), Spot(before, END), text, False)]
     kept = [part for part in ast.walk(after) if _is_same(part, before)]
-    if len(kept) != 1:
-        raise _unknown_text(added)
+    if len(kept) != 1 or not _UNKNOWN.search(text):
+        return [Replacement(Spot(before, START), Spot(before, END), text, False)]
     kept_start, kept_end = new.module.span(kept[0])
     texts = {START: new.text(start, kept_start), END: new.text(kept_end, end)}
     return [Replacement(Spot(before, edge), Spot(before, edge), text, False) for edge, text in texts.items() if text]
@@ -205,10 +203,6 @@ def _is_same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, ast.AST) and isinstance(theirs, ast.AST):
         return ast.dump(ours) == ast.dump(theirs)
     return bool(ours == theirs)
-
-
-def _unknown_text(added: Sequence[Line]) -> PatchError:
-    return PatchError(f"line {added[0].number}: `...` and `ANY` have no known text here")
 
 
 def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
