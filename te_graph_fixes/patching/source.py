@@ -60,8 +60,7 @@ class Source:
                 location = spec.submodule_search_locations[0]
                 return cls(location, _version(os.path.dirname(location)))
         if TE in sys.modules:
-            kind = type(sys.modules[TE]).__name__
-            raise TENotFoundError(f"{TE} in sys.modules is a stand-in ({kind}) without files")
+            raise TENotFoundError(f"{TE} in sys.modules is a stand-in without files")
         raise TENotFoundError(f"{TE} is not installed in {sys.executable}")
 
     @classmethod
