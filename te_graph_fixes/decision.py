@@ -8,7 +8,7 @@
 ``te-graph-fixes status``, ``diff`` and ``bake`` use the first two steps. `activation` uses all of them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -129,14 +129,9 @@ def decide(reading: Reading, settings: Settings, failures: Mapping[str, str] | N
     return Decision(reading, settings, {fix_id: fixes[fix_id] for fix_id in CATALOGUE})
 
 
-def with_required(fix_ids: Iterable[str]) -> set[str]:
+def with_required(fix_ids: Collection[str]) -> set[str]:
     """Return the ids of these fixes and of all fixes that they require, directly or through another fix."""
-    required, pending = set[str](), list(fix_ids)
-    while pending:
-        fix_id = pending.pop()
-        required.add(fix_id)
-        pending += set(CATALOGUE[fix_id].requires) - required
-    return required
+    return set(fix_ids).union(*(with_required(CATALOGUE[fix_id].requires) for fix_id in fix_ids))
 
 
 def settings_conflict(decision: Decision) -> str:
