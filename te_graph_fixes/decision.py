@@ -147,14 +147,10 @@ def settings_conflict(decision: Decision) -> str:
     before = dict.fromkeys(CATALOGUE, Assessment(Verdict.NOT_NEEDED, ""))
     before |= dict.fromkeys(bugs, Assessment(Verdict.APPLICABLE, ""))
     wanted = decide(Reading(reading.source, before), settings).to_apply.keys()
-    differences = []
-    if extra := sorted(applied - wanted):
-        differences.append(f"{named(extra)} will stay applied")
-    if missing := sorted(wanted - applied):
-        differences.append(f"{named(missing)} will stay disabled")
-    if not differences:
-        return ""
-    return f"The settings have no effect on baked fixes until `{UNDO}`: {' and '.join(differences)}."
+    if different := sorted(applied ^ wanted):
+        conflict = f"they differ from the bake in {named(different)}"
+        return f"The settings have no effect on baked fixes until `{UNDO}`: {conflict}."
+    return ""
 
 
 def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:

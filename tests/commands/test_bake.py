@@ -384,12 +384,12 @@ ALL, OFF, REPLAY = ("", ""), ("off", ""), ("", "replay-arguments")
 @pytest.mark.parametrize(
     ("at_bake", "later", "said"),
     [
-        (ALL, OFF, r": none-outputs, replay-arguments, warmup-reset will stay applied\."),
-        (ALL, REPLAY, r": replay-arguments, warmup-reset will stay applied\."),
+        (ALL, OFF, r": they differ from the bake in none-outputs, replay-arguments, warmup-reset\."),
+        (ALL, REPLAY, r": they differ from the bake in replay-arguments, warmup-reset\."),
         (("upstream", ""), ("upstream", ""), None),
         (REPLAY, REPLAY, None),
         (REPLAY, ALL, None),
-        (REPLAY, ("replay-arguments", ""), ": none-outputs will stay applied and replay-arguments will stay disabled"),
+        (REPLAY, ("replay-arguments", ""), r": they differ from the bake in none-outputs, replay-arguments\."),
     ],
 )
 def test_settings_do_not_change_a_bake(
