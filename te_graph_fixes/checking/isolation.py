@@ -30,7 +30,8 @@ class NotIsolatedError(Exception):
 class IsolatedParameters:
     """Parameters of the job without gradients and marks, and with a copy of their ``main_grad``, until `restore`.
 
-    A backward stores its gradients in the ``.grad`` of the leaves.
+    Until then, this object is also torch's autograd engine, which receives every backward, including the backwards of
+    reentrant checkpoints. It stores gradients in the ``.grad`` of the leaves, and does not accumulate them.
     """
 
     def __init__(self, parameters: Iterable[Any], retain_graph: bool) -> None:
@@ -45,12 +46,13 @@ class IsolatedParameters:
         """The job's ``main_grad`` of each parameter."""
         self.marks: dict[Any, bool] = {}
         """For each parameter, whether the job has set its mark."""
+        self._engine, self._retain_graph = Variable._execution_engine, retain_graph
         self._undo = ExitStack()
         for parameter in parameters:
             self.set_aside_gradient(parameter)
             self._copy_attributes(parameter)
-        self._undo.callback(setattr, Variable, "_execution_engine", Variable._execution_engine)
-        Variable._execution_engine = Engine(self, Variable._execution_engine, retain_graph)
+        self._undo.callback(setattr, Variable, "_execution_engine", self._engine)
+        Variable._execution_engine = self
 
     def restore(self) -> None:
         self._undo.close()
@@ -77,16 +79,6 @@ class IsolatedParameters:
             if isinstance(value := attributes.get(name), torch.Tensor):
                 attributes[name] = value.detach().clone()
 
-
-class Engine:
-    """An autograd engine that returns gradients instead of accumulating them.
-
-    It receives every backward in torch, including the backwards of reentrant checkpoints.
-    """
-
-    def __init__(self, isolated: IsolatedParameters, engine: Any, retain_graph: bool) -> None:
-        self._isolated, self._engine, self._retain_graph = isolated, engine, retain_graph
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
@@ -109,10 +101,10 @@ class Engine:
             return self._engine.run_backward(*arguments, inputs, allow_unreachable)
         leaves = tuple(inputs or _leaves(tensors))
         for leaf in leaves:
-            if leaf not in self._isolated.grads:
+            if leaf not in self.grads:
                 if hasattr(leaf, "main_grad"):
                     raise NotIsolatedError("it uses a parameter that has a main_grad but belongs to another module")
-                self._isolated.set_aside_gradient(leaf)
+                self.set_aside_gradient(leaf)
         grads = self._engine.run_backward(*arguments, leaves, True) if leaves else ()
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
