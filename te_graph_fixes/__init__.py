@@ -8,8 +8,8 @@ training.
 
 Environment variables:
 
-- ``TE_GRAPH_FIXES``: ``on`` (default), ``off``, ``upstream`` (fixes for bugs that upstream fixed later), or the ids of
-  fixes, separated by commas
+- ``TE_GRAPH_FIXES``: the fixes to apply: ``on`` (all, the default), ``off``, ``upstream`` (fixes for bugs that a later
+  release of TE fixes), or the ids of fixes, separated by commas
 - ``TE_GRAPH_FIXES_DISABLE``: the ids of fixes to disable, separated by commas
 - ``TE_GRAPH_FIXES_STRICT=1``: raise `FixNotAppliedError` if a needed fix cannot be applied, instead of warning
 - ``TE_GRAPH_FIXES_VERBOSE``: ``1`` prints the status line on every rank, not only on the first of each host; ``0``

@@ -40,7 +40,7 @@ def main() -> int:
 def _forget_current_folder() -> None:
     """Remove the current folder from `sys.path`, unless PYTHONPATH names it.
 
-    Python adds it for ``python -m`` and for empty entries of PYTHONPATH.
+    Python adds it for ``python -m`` and for empty entries of PYTHONPATH. Files in it could shadow installed modules.
     """
     folder, entries = os.getcwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder not in map(os.path.realpath, filter(None, entries)):

@@ -12,7 +12,7 @@ from .status import Status
 from .text import by_value, named
 
 _MOST_DESCRIBED = 8
-"""The error describes up to this number of groups of equal ranks, and lists up to this number of ranges of ranks."""
+"""The error describes up to this number of groups of ranks with equal fixes, and as many ranges of ranks in each."""
 
 
 def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> None:
@@ -73,7 +73,7 @@ def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any
 
 
 def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
-    """Return an error text with a line for each list of equal ranks, and its differences from the first list."""
+    """Return an error text. Each line names ranks with equal fixes and how they differ from the ranks listed first."""
     usual = {*details[0]["active"]}
     lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
     for same, found in zip(ranks, details, strict=False):

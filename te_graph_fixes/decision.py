@@ -30,7 +30,7 @@ class Reading:
     manifest: Manifest | None = None
 
     def in_bake(self, status: Status) -> list[str]:
-        """Return the known fixes that have a status in the manifest; [] without a manifest."""
+        """Return the ids of the known fixes that have this ``status`` in the manifest, or [] without a manifest."""
         statuses = self.manifest.fixes if self.manifest else {}
         return [fix_id for fix_id in CATALOGUE if statuses.get(fix_id) == status]
 
@@ -38,7 +38,7 @@ class Reading:
 def read(source: Source) -> Reading:
     """Return the `Reading` of a TE, from the manifest if TE is baked, else by matching every fix with the source.
 
-    A fix that the bake disabled is applicable, because TE has its bug. If the bake is not intact, all are unrecognized.
+    A fix that the bake disabled is applicable, because TE has the bug. If a bake is not intact, no fix is recognized.
     """
     try:
         manifest = read_manifest(source)
@@ -50,8 +50,8 @@ def read(source: Source) -> Reading:
     known: dict[str, tuple[Verdict, str]] = {
         Status.APPLIED: (Verdict.NOT_NEEDED, f"{BAKED} {manifest.by}"),
         Status.DISABLED: (Verdict.APPLICABLE, f"disabled {when}"),
-        Status.NOT_NEEDED: (Verdict.NOT_NEEDED, f"the upstream fix was there {when}"),
-        Status.NOT_APPLICABLE: (Verdict.NOT_APPLICABLE, f"the feature was not there {when}"),
+        Status.NOT_NEEDED: (Verdict.NOT_NEEDED, f"the source had the upstream fix {when}"),
+        Status.NOT_APPLICABLE: (Verdict.NOT_APPLICABLE, f"the source lacked the feature {when}"),
     }
     unknown = Verdict.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
     found = {fix_id: Assessment(*known.get(manifest.fixes.get(fix_id, ""), unknown)) for fix_id in CATALOGUE}
@@ -154,7 +154,7 @@ def settings_conflict(decision: Decision) -> str:
 
 
 def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:
-    """Return the `Report.digest` for a report. ``texts`` are the modules fixed in memory, if there is no manifest."""
+    """Return the `Report.digest`. Without a manifest, it depends on ``texts``, the texts of modules fixed in memory."""
     files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
     state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
     return digest("\n".join(state).encode())[:8]

@@ -1,7 +1,7 @@
-"""The manifest of a baked TransformerEngine (TE), a file in TE's folder with the fixes and a digest of each module.
+"""The manifest of a baked TransformerEngine (TE): a file in TE's folder that lists the fixes and the baked modules.
 
 Bakes, overlays and the patches of ``te-graph-fixes diff`` contain a manifest. As long as every listed module matches
-its digest, the manifest is trusted, and TE's source is not searched.
+its listed digest, the manifest is trusted, and TE's source is not searched.
 """
 
 import contextlib
@@ -118,7 +118,7 @@ def read_manifest(source: Source) -> Manifest | None:
     manifest = Manifest.read(Path(source.location))
     if manifest and len(baked := manifest.baked(source)) < len(manifest.files):
         problem = "a bake or its undo was interrupted or is running, or TransformerEngine was reinstalled"
-        advice = f"If none is running, run `{BAKE}` or `{UNDO}`"
+        advice = f"If no bake is running, run `{BAKE}` or `{UNDO}`"
         raise BakeError(f"{problem}: {len(baked)} of {len(manifest.files)} modules are baked. {advice}")
     return manifest
 

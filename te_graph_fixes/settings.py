@@ -24,8 +24,8 @@ class Settings:
     """The user's choice of fixes, strict mode and output.
 
     The fixes in ``only`` are selected (None: all fixes), but not the fixes in ``disable``. If ``strict`` is true, a
-    needed fix that cannot be applied is an error. ``verbose`` selects the processes that print the status line: every
-    process (True), the first rank of each host (None), or only processes in which a fix is missing (False).
+    needed fix that cannot be applied is an error. A process in which a fix is missing always prints the status line.
+    ``verbose`` selects the other processes that print it: all (True), the first rank of each host (None), none (False).
     """
 
     only: frozenset[str] | None = None

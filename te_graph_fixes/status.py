@@ -76,7 +76,7 @@ class Report:
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
 
     ``mode`` is ``memory``, ``baked``, ``off``, ``failed``, or ``pending`` before the import of TransformerEngine.
-    ``digest`` has eight hexadecimal digits. docs/launchers.md describes their meaning.
+    ``digest`` has eight hexadecimal digits. docs/launchers.md describes ``mode`` and ``digest``.
     """
 
     te_version: str | None

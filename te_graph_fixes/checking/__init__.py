@@ -37,9 +37,9 @@ class Options:
 
     @classmethod
     def parse(cls, text: str, name: str = CHECK) -> "Options | None":
-        """Parse ``N``, ``N,layers=K``, ``N,strict`` or ``on``. Return None for ``off``, ``0`` and an empty text.
+        """Parse a text such as ``on`` or ``N,layers=K,strict``. Return None for ``off``, ``0`` and an empty text.
 
-        Raise ValueError for any other text. The error names the variable or option ``name``, whose value is the text.
+        Each part is optional. For any other text, raise a ValueError that names ``name``, its variable or option.
         """
         words = text.lower().replace(" ", "")
         if words in ("", "0", "off"):

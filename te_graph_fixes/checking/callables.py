@@ -162,7 +162,7 @@ class CheckedCallable:
             values[f".grad of {name}"] = parameter.grad if when == "wgrad" else None
             values[f"mark {MARK} of {name}"] = bool(getattr(parameter, MARK, False))
         values |= returned
-        (eager, again), run.eager = run.eager, []  # A kept output keeps ``run`` alive, so drop its results.
+        (eager, again), run.eager = run.eager, []  # An output in use keeps ``run`` alive, so drop the results.
         for name, expected in eager.items():
             is_delayed = run.delayed and when == "backward" and name.startswith(".grad of ")
             if is_delayed and (values[name] is None or expected is None):

@@ -1,7 +1,7 @@
-"""The comparisons of a process, their mismatches, and the report.
+"""The comparisons of a process, their mismatches, and the summary.
 
-Nothing here waits for the GPU within a step. Each comparison stores its result on the GPU, and the end of the step
-reads all results. Waiting after each replay would hide races, which occur only if the host is ahead of the GPU.
+Nothing here waits for the GPU within a step. Each comparison stores its result on the GPU, and all results are read at
+the end of the step. Waiting after each replay would hide races, which occur only if the host is ahead of the GPU.
 """
 
 import atexit
@@ -39,12 +39,12 @@ from .lifetimes import PARAMETER, Lifetimes, Subject
 NOISE_FACTOR = 8
 """A relative error is a mismatch if it is larger than this multiple of the relative error of two eager runs."""
 MAX_NOISE = 0.1
-"""A tensor is not compared if two eager runs differ by more. Its memory is then probably uninitialized."""
+"""A tensor is no mismatch if the relative error of two eager runs is at least this, as in uninitialized memory."""
 CHUNK = 1 << 22  # elements compared at a time; each needs about 32 bytes of memory
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
-"""The texts of mismatches by the graph's value, if it is no tensor: None for a missing tensor, or a mark."""
+"""The text of a mismatch, by the value of the graph: None if a tensor is missing, a bool if the value is a mark."""
 NOT_COVERED = "failed captures, modules without graphs, the order in which ranks run hooks, races between streams"
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
@@ -75,7 +75,7 @@ def print_line(text: str) -> None:
 
 
 class Check:
-    """The check of this process: its modules, their comparisons, and the report."""
+    """The check of this process: its modules, their comparisons, and the summary."""
 
     def __init__(self, options: Options) -> None:
         self.totals: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class Check:
     def enter(self, reference: Any, first: bool | None) -> bool:
         """Begin a call of a callable, and a new step if the call starts one. Return whether to compare the call.
 
-        ``first`` is the call's ``is_first_microbatch``. If it is None, changed parameters indicate a new step.
+        ``first`` is the call's ``is_first_microbatch``. docs/check.md describes what begins a step.
         """
         parameters = [p for p in reference.parameters.values() if first is None and not p.is_inference()]
         now = [(parameter._version, parameter.grad is None) for parameter in parameters]

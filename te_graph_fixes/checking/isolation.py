@@ -83,7 +83,7 @@ class IsolatedParameters:
         return getattr(self._engine, name)
 
     def is_checkpoint_valid(self) -> bool:
-        """Return True to allow reentrant checkpoints. All leaves are inputs, so the engine runs all nodes."""
+        """Return True to allow reentrant checkpoints. All leaves are passed as inputs, so all nodes run."""
         return True
 
     def run_backward(
@@ -128,7 +128,7 @@ def _leaves(tensors: Sequence[Any]) -> list[Any]:
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc]
-    """A recorder of the writes of torch operators to tensors from before its start. At its end, it undoes the writes.
+    """A recorder of writes by torch operators to tensors that existed at its start. At its end, it undoes the writes.
 
     Writes by TE's kernels and by compiled functions are not recorded.
     """
@@ -171,7 +171,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]
     def unshared(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results ``values`` of the run, with copies of written tensors, because these will be restored.
 
-        A result can be a written tensor, because a compiled function allocates without an operator.
+        A result that the run allocated may count as written, because compiled functions allocate without operators.
         """
         written = _storages([tensor for tensor, _ in self._before.values()])
         return {name: value.clone() if _storages(value) & written else value for name, value in values.items()}

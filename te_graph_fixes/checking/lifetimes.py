@@ -41,7 +41,7 @@ class Lifetimes:
         self._batch: list[tuple[Subject, torch.Tensor]] = []
         """The sends of a batch. They have no handle before the end of the batch."""
         self._sends: WeakKeyDictionary[Any, tuple[Any, list[tuple[Subject, torch.Tensor]]]] = WeakKeyDictionary()
-        """The receiver and the tensors being sent, by handle, in the order of the sends."""
+        """The receiver (of a batch: the group) and the tensors being sent, by handle, in the order of the sends."""
         self._sums: list[tuple[Subject, torch.Tensor, torch.Tensor]] = []
         self.undo = ExitStack()
         for name in ("Work.wait", "ProcessGroup.send", "ProcessGroup._end_coalescing"):
@@ -74,7 +74,7 @@ class Lifetimes:
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a send, and forget it with all earlier sends to the same rank, because sends complete in order."""
+        """Wait for a send or batch. Forget it and all earlier ones to its receiver, because these complete in order."""
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]

@@ -37,7 +37,7 @@ NO_CACHES: dict[str, Any] = {
 }
 GRAPHED = ("forward", "backward_dw", "reset")  # TE sets these on a module that is graphed without a schedule
 CLIENTS = ("megatron.core.transformer.cuda_graphs", "megatron.core.extensions.te_cuda_graphs")
-"""The modules of Megatron-Core whose `FLAG` is true during a capture, of older and of newer versions."""
+"""The modules of older and of newer versions of Megatron-Core whose `FLAG` is true during a capture."""
 FLAG = "_IS_GRAPH_CAPTURING"
 Values = dict[str, Any]
 """Tensors by readable names: ``output 0``, ``gradient of input 0``, ``.grad of weight``, ``main_grad of weight``."""
@@ -54,7 +54,7 @@ class Microbatch:
         passed = first is not None or reference.graph_leaves_marks
         self.first = dict.fromkeys(reference.own, first) if passed else reference.first_microbatch_marks()
         self.buffers = {module: copied(module._buffers) for module in reference.own}
-        self.updates_scales = bool(Manager.get_autocast_state()[4])  # The first FP8 module updates the backward scales.
+        self.updates_scales = bool(Manager.get_autocast_state()[4])  # The autocast's first FP8 module updates scales.
         self.delayed: list[Any] = []  # modules with delayed wgrads
         self.eager: list[Values] = []  # the results of two runs, until they are compared
 
@@ -233,7 +233,7 @@ class EagerReference:
         return modules + manager + parts + self.state()
 
     def _register(self, register: Any, fp8_meta: Values) -> None:
-        """Register a submodule's FP8 state with TE. Raise an error for another module, whose state is not restored."""
+        """Register a submodule's FP8 state with TE. Raise an error for others, as their state is not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
             raise NotIsolatedError("it runs a module in delayed scaling that is not one of its submodules")

@@ -1,10 +1,10 @@
 """Write the fixes into files of TransformerEngine (TE), into a folder for ``bake --overlay``, or as a diff.
 
-A bake in place first writes the manifest and, next to each module, its new text. Then, for each module, it links the
-original, and renames the new text to the module. The added modules come first, because changed modules import them, and
-graph.py comes last, because its changes activate the changes of other modules. TE can therefore be imported after each
-rename, and its eager training does not change. An undo renames the originals to their modules, in the reverse order. It
-also runs after an error or a signal, and at the start of the next ``bake`` if a bake or an undo was killed.
+A bake in place first writes the manifest, and each new text next to its module. Then, for each module, it links the
+original, and renames the new text over the module. The added modules come first, because changed modules import them,
+and graph.py comes last, because its changes activate the changes of other modules. TE can therefore be imported after
+each rename, and its eager training does not change. An undo renames the originals to their modules, in reverse order.
+It also runs after an error or a signal, and at the start of the next ``bake`` if a bake or an undo was killed.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def unified(decision: Decision) -> Iterator[str]:
 
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Lock TE's folder. If another process has locked it, call ``note`` with a message and wait up to a minute."""
+    """Lock TE's folder. If another process has locked it, call ``note``, and raise `BakeError` after a minute."""
     folder = os.open(location, os.O_RDONLY)
     try:
         for second in range(60):
@@ -136,7 +136,7 @@ def undo(source: Source, force: bool = False) -> str:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
-    """Write the new texts to a folder, with ``suffix`` after each name, and mode and owner of the files in ``root``."""
+    """Write the new texts to a folder, with ``suffix`` after each name, and the mode and owner of files in ``root``."""
     for path, (before, after) in files.items():
         file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)

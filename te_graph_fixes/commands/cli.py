@@ -230,7 +230,7 @@ def _require_complete(decision: Decision) -> None:
 def _issue(options: argparse.Namespace) -> int:
     """Print the content of a bug report about a TE whose source is unrecognized.
 
-    The report contains versions, verdicts and file digests, and only those lines of TE's source that do not match.
+    The report contains versions, verdicts, file digests, and the lines of code that do not match TE's source.
 
     exit status: 0 the report was printed; 2 no TE
     example: te-graph-fixes issue > report.txt
@@ -340,7 +340,7 @@ _of_bake.add_argument("--force", action="store_true", help="with --undo: discard
 _modes = _of_bake.add_mutually_exclusive_group()
 _modes.add_argument("--check", action="store_true", help="change nothing, report whether every needed fix is baked")
 _modes.add_argument("--undo", action="store_true", help="restore TE's files byte for byte")
-_modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's")
+_modes.add_argument("--overlay", metavar="DIR", help="write the files into DIR, to be mounted over TE's files")
 # This parser is only for the help, because `__main__` starts `run`.
 _commands.add_parser("run", help="Start a program with the fixes active in it and in its children")
 _add(_issue, _of_te)

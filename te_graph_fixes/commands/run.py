@@ -32,7 +32,7 @@ be applied, importing TransformerEngine raises an error (with TE_GRAPH_FIXES_STR
 
 --check      compare graphs with eager runs in the first N steps (2), and print the mismatches. layers=K checks K layers
              at a time, with less memory. strict ends a process with status 86 at a mismatch.
---print-env  print the shell commands that set these environment variables, for `eval` in a Slurm script
+--print-env  print shell commands that set the environment variables of `run`, for `eval` in a Slurm script
 
 exit status: the status of CMD; 127, 126: CMD was not found, or could not be started; 2: wrong usage or a bad variable
 example: te-graph-fixes run torchrun --nproc-per-node 8 pretrain_gpt.py

@@ -143,7 +143,7 @@ def listing() -> Iterator[str]:
         for fix in (fix for fix in CATALOGUE.values() if fix.group == group):
             yield f"  {fix.id}: {fix.symptom}\n    TransformerEngine {fix.versions}; {upstream(fix)}"
         yield ""
-    yield "TE_GRAPH_FIXES=upstream applies the fixes for bugs that upstream fixed later, and the fixes they require."
+    yield "TE_GRAPH_FIXES=upstream applies the fixes of bugs that a later TE has fixed, and the fixes they require."
 
 
 def records() -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ PATCH = """
 +if is_training:
 +    # A backward graph needs the modules and gradients found in a warmup.
 +    num_warmup_iters = num_warmup_iters or True
-+# True is one iteration that the caller did not request, so it must leave no trace.
++# True marks one iteration that the caller did not request, and that must leave no trace.
 +preserved_buffers = preserve_buffers(callables if num_warmup_iters is True else ())
  visited_te_modules = {}
 @@

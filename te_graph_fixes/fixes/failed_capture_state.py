@@ -90,7 +90,7 @@ PATCH = """
 -graphed_callables = ANY_CAPTURE
 +capture = lambda: ANY_CAPTURE
 +
-+# If the capture fails, restore all changed state for which the device still responds.
++# If the capture fails, restore all changed state, as far as the device still responds.
 +import traceback
 +from ._te_first_microbatches import SavedState
 +from ._te_fp8_state_at_replay import global_state, restore_after_failure

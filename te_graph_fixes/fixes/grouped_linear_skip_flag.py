@@ -4,12 +4,12 @@ Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3051,
 https://github.com/NVIDIA/TransformerEngine/pull/3052,
 https://github.com/NVIDIA/TransformerEngine/pull/3065 (TE 2.17)
 
-`GroupedLinear.forward` passes a literal ``None`` to `_GroupedLinear` as ``skip_fp8_weight_update``. A graph with cached
-weights then repeats the microbatch of its capture. Unless this was the first microbatch, the graph never quantizes its
-weights again. Otherwise it quantizes them at every microbatch, and each fused wgrad overwrites ``main_grad`` instead of
-being added. With the fix, `GroupedLinear` passes the skip flag in a capture, as `Linear` does, and sets
+`GroupedLinear.forward` passes ``None`` to `_GroupedLinear` as ``skip_fp8_weight_update``. A graph with cached weights
+then treats every microbatch like the microbatch of its capture. If this was the first microbatch, the graph quantizes
+its weights each time, and each fused wgrad overwrites ``main_grad`` instead of being added. Otherwise, it never
+quantizes its weights again. With the fix, `GroupedLinear` passes the skip flag in a capture, as `Linear` does, and sets
 ``is_first_microbatch`` to False if there is a flag. Captures by `torch.cuda.graph` outside TE still read no flag, as in
-TE up to 2.16. The position of the argument depends on the version, so the patch finds it by its name.
+TE up to 2.16. The position of the argument depends on the version, so the patch finds it by the next argument.
 """
 
 from ..fix import Fix

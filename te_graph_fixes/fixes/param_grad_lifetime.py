@@ -3,10 +3,10 @@
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2937 (TE 2.19)
 
 `Graphed.backward` returns the graph's static buffers, and autograd uses them as ``.grad``. The next replay therefore
-also changes a gradient that a hook has stored. With the fix, `Graphed.backward` returns copies of parameter gradients.
-One kernel copies all vectors (biases, norm weights). Gradients of user inputs are not copied. TE's shared dummies for
-wgrads in ``main_grad`` are not copied either, because they are outside graph memory. In a capture, `LayerNormMLP`
-returns these dummies instead of its own dummies.
+overwrites ``.grad``, and also a gradient that a hook has stored. With the fix, `Graphed.backward` returns copies of
+parameter gradients. One kernel copies the vectors (biases, norm weights) of a dtype. Gradients of user inputs are not
+copied. TE's shared dummies for wgrads in ``main_grad`` are not copied either, because they are outside graph memory. In
+a capture, `LayerNormMLP` returns these dummies instead of its own dummies.
 """
 
 from ..fix import Fix

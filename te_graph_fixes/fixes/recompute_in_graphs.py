@@ -4,9 +4,9 @@ Upstream: none yet, TE 2.10 to main
 
 A recomputation enters an autocast. The end of this autocast updates the scales of the forward, and the backward of its
 first module updates the scales of the backward. A capture records the first update for all modules registered at that
-time, so after an evaluation it also contains updates of other modules' scales. TE omits the second update unless the
-graph comes first in its autocast. This update is therefore missing after a module without a backward, and in an
-autocast inside a disabled autocast.
+time, so after eager runs it also contains updates of other modules' scales. TE omits the second update unless the graph
+comes first in its autocast. This update is therefore missing after a module without a backward, and in an autocast
+inside a disabled autocast.
 
 With the fix, warmup and capture omit both updates, and each replay of such a backward performs both. A replay inside an
 autocast of the program performs only the updates of an eager backward inside this autocast. The backward also gets the

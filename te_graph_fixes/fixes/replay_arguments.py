@@ -9,16 +9,16 @@ the value of the capture. A keyword that is not among the sample arguments is ig
 hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient. The gradient of an
 FP8 output (``fp8_output=True``) is quantized, and in delayed scaling an FP8 input is quantized twice.
 
-With the fix, an output needs a gradient only if it needed one in the capture. The other cases, and an input that needs
-a gradient unlike its sample argument, raise `TypeError` or `ValueError`. A backward through a forward-only graph raises
-`RuntimeError` (docs/limits.md).
+With the fix, an output needs a gradient only if it needed one in the capture. The other cases raise `TypeError` or
+`ValueError`, and so does an input that needs a gradient although its sample argument needed none. A backward through a
+forward-only graph raises `RuntimeError` (docs/limits.md).
 
 Inputs of another dtype are cast, with one warning except under `torch.autocast`, because an eager module computes other
 numbers from an fp32 input than from a bf16 input (relative error 0.002). An ignored keyword raises no error if it holds
-no tensor, such as ``is_first_microbatch``, or if the bytecode of the forward never loads it. In a layer whose
-`__call__` runs another function than `forward`, it causes only one warning, because Megatron passes its mask to such
-layers. Before an error about a smaller tensor, such as a mask, or about an input that needs a gradient, the first such
-replay runs the eager forward without FP8, and raises no error if the difference is harmless."""
+no tensor, such as ``is_first_microbatch``, or if the bytecode of the forward never loads it. If a layer with its own
+`__call__` was captured without keywords, an ignored tensor causes only one warning, because Megatron passes its mask to
+such layers. Before an error about a smaller tensor, such as a mask, or about an input that needs a gradient, the first
+such replay runs the eager forward without FP8, and raises no error if the difference is harmless."""
 
 from ..fix import Fix
 from .shapes import REPLAY_STEPS

@@ -22,7 +22,7 @@ SKIP_FLAG = """
 @@ quantization.py FP8GlobalState (or)
  skip_fp8_weight_update_tensor: ANY_TYPE = None
 """
-"""Proof that the result of `global_state` (`te_graph_fixes/support/fp8_state_at_replay.py`) has the skip flag."""
+"""Hunks that match if the result of `global_state` (`te_graph_fixes/support/fp8_state_at_replay.py`) has the flag."""
 
 REPLAY_STEPS = """
 @@ graph.py _make_graphed_callables

@@ -3,14 +3,14 @@
 Upstream: none yet, TE 2.10 to main
 
 TE reuses the static inputs of another layer if shape, dtype and layout agree. If these inputs need no gradient, the
-second layer returns no dgrad. If one tensor is both inputs of the first layer, the second layer's inputs overwrite each
+second layer returns no dgrad. If two inputs of the first layer are one tensor, the second layer's inputs overwrite each
 other. With the fix, a buffer is reused only if all properties of both sample arguments agree, including type, device,
 strides, whether a gradient is needed, and whether several tensors of a sample are the same tensor. Reused grad-output
 buffers are assigned to the outputs of the second layer that need gradients, which may be at other positions than in the
 first layer. For schedules with wgrads, the fix `backward-dw-order` plans the inputs.
 
 Several samples may share a constant: a tensor without a gradient, such as a rotary table. If layers have different
-tables, TE copies one over the other. With the fix, a constant is the static input of each of its samples.
+tables, TE copies one over the other. With the fix, a constant is the static input of each sample that contains it.
 """
 
 from ..fix import Fix

@@ -2,10 +2,10 @@
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/3427 (TE 2.20)
 
-From TE 2.19 on, the warmup runs the forwards and backwards of all callables in their order. It retains the outputs of
-each forward, with all tensors that autograd saved for them, until the end of the iteration. The outputs stay even after
-their backward, and in a capture for evaluation, which runs no backward. With the fix, outputs are released after their
-backward, and immediately in a capture for evaluation.
+From TE 2.19 on, the warmup runs the forwards and backwards of all callables in the order of the capture. It retains the
+outputs of each forward, with all tensors that autograd saved for them, until the end of the iteration. The outputs stay
+even after their backward, and in a capture for evaluation, which runs no backward. With the fix, outputs are released
+after their backward, and immediately in a capture for evaluation.
 """
 
 from ..fix import Fix

@@ -1,4 +1,4 @@
-"""Bug: no backward reaches a graph whose inputs need no gradient, nor its delayed wgrads.
+"""Bug: no backward reaches a graph that computes only delayed wgrads, if its inputs need no gradient.
 
 Upstream: none yet, TE 2.10 to main
 

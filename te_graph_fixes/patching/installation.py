@@ -46,7 +46,7 @@ class InstallationError(Exception):
 
 
 def patched(source: Source, changes: Changes) -> Texts:
-    """Return, for every edited or added module, its text before and after the changes ("" before: the module is added).
+    """Return, by name, the texts of every edited or added module before ("" if it is added) and after the changes.
 
     Equal edits of several changes are made once. Insertions at the same place are in the order that their changes
     declare. Raise `InstallationError` for conflicts.
@@ -189,7 +189,7 @@ class Installation:
         return [after for _, after in self._texts.values()]
 
     def failing_changes(self) -> dict[str, str]:
-        """Return a reason for each change that cannot be installed in this process.
+        """Return a reason for each change that cannot be installed in this process, or {} if there is none.
 
         The support modules of a change must be importable, and the loaded functions that it edits must match their
         files.
@@ -225,7 +225,7 @@ class Installation:
             raise
 
     def _provide(self, name: str, text: str) -> None:
-        """Add a support module. Reuse the module of an earlier installation, unless the package was imported again."""
+        """Add a support module. Reuse the module of an earlier installation, unless its package was imported again."""
         parent, _, child = name.rpartition(".")
         package = sys.modules[parent]
         known = _provided.get((package, child))
@@ -274,7 +274,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 Code = Mapping[str, Mapping[str, str]]
-"""For the name of each change, the digests of the functions that it edits, by ``module:function``."""
+"""The digests of the functions that each change edits, by the name of the change and then by ``module:function``."""
 
 
 def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
@@ -289,7 +289,7 @@ def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
 def live_changes(source: Source, changes: Code) -> set[str]:
     """Return the names of the changes whose functions this process runs.
 
-    Digests depend on the version of Python. After a mismatch, the module's file is compiled to compare the code itself.
+    Digests depend on Python's version. If a digest differs, the module's file is compiled to compare the code itself.
     """
 
     @functools.cache

@@ -1,9 +1,9 @@
 """Patterns of Python code, matched by syntax. Layout and comments do not matter.
 
 A pattern is code with the placeholders ``ANY``, ``ANY_NAME`` and ``...``, which docs/maintainers/adding-a-fix.md
-describes. Beyond that page, the keywords of a call and the parameters of a ``def`` with ``...`` match in any order, and
-a ``def`` without decorators, return type or annotations matches functions with any of these. If a pattern matches in
-two ways, there are two matches.
+describes. In addition, the keywords of a call match in any order, and so do the parameters of a ``def`` with ``...``. A
+``def`` without decorators, return type or annotations matches functions with any of these. If a pattern matches in two
+ways, there are two matches.
 """
 
 import ast

@@ -147,7 +147,7 @@ def _replace_lines(old: Side, removed: list[Line], added: list[Line]) -> Replace
 
 
 def _replace_expression(before: Any, new: Side, after: Any) -> list[Replacement]:
-    """Return replacements of an expression. If the new text has ``...`` or ``ANY``, insert text around the old."""
+    """Return replacements of an expression, or insertions around it if the new text has ``...`` or ``ANY``."""
     start, end = span_with_parentheses(new.module, after)
     text = new.text(start, end)
     kept = [part for part in ast.walk(after) if _is_same(part, before)]
@@ -218,7 +218,7 @@ def span_with_parentheses(module: ModuleSource, node: Any) -> tuple[int, int]:
 
 
 def _indent_at(text: str, offset: int) -> str:
-    """Return the indent of the line that contains a character."""
+    """Return the indent of the line that contains the character at ``offset``."""
     line = text[text.rfind("\n", 0, offset) + 1 :]
     return line[: len(line) - len(line.lstrip(" \t"))]
 

@@ -45,7 +45,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one TE: its package folder, and the version in its metadata."""
+    """The source of one TE: its package folder, and its version, or None if the version is unknown."""
 
     location: str
     version: str | None
@@ -105,7 +105,7 @@ class Source:
 
 def _version(folder: str) -> str | None:
     """Return TE's version from the metadata next to it, or from a checkout's VERSION.txt, or None if neither has it."""
-    for metadata in sorted(Path(folder).glob(f"{TE}*-info")):  # TE's own metadata precedes that of its parts
+    for metadata in sorted(Path(folder).glob(f"{TE}*-info")):  # TE's own metadata comes before its parts'
         with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version
             if version := importlib.metadata.Distribution.at(metadata).version:
                 return version
@@ -241,6 +241,6 @@ class Definition:
 
 
 def first_line(node: Any) -> int:
-    """Return the first line of a statement, decorators included."""
+    """Return the number of the first line of a statement, including its decorators."""
     decorators = getattr(node, "decorator_list", None)
     return int(min(decorators[0].lineno, node.lineno) if decorators else node.lineno)

@@ -1,4 +1,4 @@
-"""Clear ("take") TE's flag for the first FP8 module of an autocast at a replay, if the eager module would clear it."""
+"""At a replay, clear ("take") TE's flag for the first FP8 module of an autocast if the eager module would clear it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._te_fp8_state_at_replay import autocast_depth, is_first_module, set_first_
 
 
 class FirstModule:
-    """The use of the flag for the first FP8 module by the replays of one graph.
+    """How the replays of one graph use the flag for the first FP8 module.
 
     A replay takes (clears) the flag only if the capture took it.
     """

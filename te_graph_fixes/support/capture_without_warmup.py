@@ -12,10 +12,10 @@ import torch
 
 @contextmanager
 def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """After a warmup, restore the tensors of the ``modules``, except parameters, and the random states of the CPU.
+    """After a warmup, restore the random states of the CPU and the tensors of the ``modules``, except parameters.
 
     Modules and tensors in lists, tuples and dicts of a module are restored too. A buffer that the warmup adds stays.
-    TransformerEngine itself restores the random states of the GPU.
+    Without ``modules``, nothing is restored. TransformerEngine itself restores the random states of the GPU.
     """
     modules = [*modules]
     if not modules:

@@ -101,7 +101,7 @@ def _stand_in(parameter: Parameter) -> Tensor:
 
 
 def delayed_biases(modules: Sequence[Module]) -> set[int]:
-    """Return the ids of the biases owned directly by a module with delayed wgrads in ``modules``, or an empty set."""
+    """Return the ids of the biases owned directly by ``modules`` or submodules that delay wgrads, or an empty set."""
     return {
         id(bias)
         for outer in modules

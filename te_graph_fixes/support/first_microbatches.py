@@ -116,9 +116,9 @@ class FirstMicrobatches:
 
     @contextlib.contextmanager
     def during_backward(self, replay: Any) -> Iterator[None]:
-        """While active, make a recomputation reuse the weights of its forward.
+        """While active, make recomputed calls with ``is_first_microbatch=False`` reuse the weights of their forward.
 
-        A call with ``is_first_microbatch=True`` reads the flags of the graph, which the forward has filled.
+        If a recomputed call with True reads a flag (`_flag_of`), the forward has filled this flag.
         """
         flags, as_first = replay.skip_flags, _AsFirst()
 
@@ -148,11 +148,11 @@ class FirstMicrobatches:
     def _flag_of(self, flags: GraphFlags, as_first: _AsFirst, module: Any, is_first: bool) -> torch.Tensor | None:
         """Return the flag that a call of ``module`` reads, or None if each replay repeats the call unchanged.
 
-        A module that is called with False each time gets no flag, and its graph reuses the weights of an earlier call.
-        A module without a mark that the warmup also called with True gets the constant flag, so its graph quantizes the
-        weights at each replay. A module that fuses wgrads gets no flag while its mark is True, because a flag would
-        keep the graph from overwriting ``main_grad``. If a call with True gets no flag, each replay of the call treats
-        its microbatch as the first.
+        A module that is called with False each time gets a flag only if its mark was False before the warmup. Without a
+        flag, its graph reuses the weights of an earlier call. A module without a mark that the warmup also called with
+        True gets the constant flag, so its graph quantizes the weights at each replay. A module that fuses wgrads gets
+        no flag while its mark is True, because a flag would keep the graph from overwriting ``main_grad``. If a call
+        with True gets no flag, each replay of the call treats its microbatch as the first.
         """
         owner = flags.owners.get(module)
         is_marked = owner is not None and owner.is_first_microbatch
@@ -174,7 +174,7 @@ class FirstMicrobatches:
 
 
 class _AsFirst:
-    """The marked modules that each replay treats as in a first microbatch, whatever the marks are by then.
+    """The marked modules for which each replay acts as in a first microbatch, even if their marks are False by then.
 
     The capture called them with ``is_first_microbatch=True``. ``in_training`` are modules whose ``main_grad`` each
     replay in training overwrites. ``always`` are modules whose weights each replay quantizes with the newest scales.

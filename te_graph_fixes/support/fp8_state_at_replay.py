@@ -128,7 +128,7 @@ class UsedState:
                     manager.restore_fp8_meta_tensors(fp8_meta)
                 manager.get_old_fp8_meta_tensors_for_recompute(fp8_meta)
             return self._restore_newer_states
-        # From TE 2.20 on, a checkpoint also copies the states of modules that enter an FP8 autocast inside it.
+        # From TE 2.19 on, a checkpoint also copies the states of modules that enter an FP8 autocast inside it.
         in_checkpoint = getattr(distributed, "_IN_ACTIVATION_RECOMPUTE_REGION", False)
         if in_checkpoint or distributed.is_fp8_activation_recompute_enabled():
             for fp8_meta in self.of_modules:
@@ -149,8 +149,8 @@ class UsedState:
 class _Queue(list[Any]):
     """A queue of values from captured forwards for their recomputations. ``taken`` counts the removed entries.
 
-    TE assumes that backwards run in the order of their forwards. The backwards of two graphs of the same module may run
-    in another order.
+    TE assumes that backwards run in the order of their forwards, but the backwards of two graphs of the same module may
+    run in another order.
     """
 
     taken = 0
@@ -219,7 +219,7 @@ class Capture:
         """Begin the backward of a callable, in the warmup or in the capture.
 
         A recomputation then takes the values of its own forward. TE ignores the autocast of a recomputation if the
-        module's ``fp8`` is True. The forward of another callable may have set ``fp8``, so it is restored.
+        module's ``fp8`` is True. Another callable's forward may have set ``fp8``, so this callable's value is restored.
         """
         used = replay.fp8_state
         for queue in (*_copies_for_recomputations(), activation_recompute_forward._is_first_fp8_module):
@@ -328,7 +328,7 @@ def _forget(capture: weakref.ref[Capture]) -> None:
 
 
 def restore_after_failure() -> None:
-    """Restore the state from before the warmup of a failed capture of this thread, and forget this capture."""
+    """After a failed capture in this thread, restore the state from before its warmup, and forget the capture."""
     if capture := current_capture():
         del FP8GlobalStateManager.fp8_capture
         capture.restore()
@@ -394,8 +394,8 @@ def take_first_module() -> None:
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
     """Return whether TE cannot save or restore a module's state in this capture.
 
-    TE saves and restores only the state of delayed scaling. ``saved`` are the saved states of an operation, with None
-    for a missing state, which TE cannot restore. Return False outside of a capture.
+    TE saves and restores only the state of delayed scaling. Before the restoration of an operation, ``saved`` is its
+    saved state. If this is None, TE cannot restore the operation. Return False outside of a capture.
     """
     if not current_capture():
         return False

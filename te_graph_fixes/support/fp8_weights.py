@@ -19,7 +19,7 @@ COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_
 class PrimaryWeights:
     """The columnwise data of a module's quantized parameters.
 
-    All of this data is updated, because the capture does not show which parts the kernels of its dgrad read. An update
+    All of this data is updated, because the capture does not show which parts the kernels of the dgrad read. An update
     that no kernel needs costs only time.
     """
 
@@ -50,8 +50,8 @@ class PrimaryWeights:
 class CachedWeights:
     """The quantized weights cached by the modules of a graph between microbatches.
 
-    All cached weights are updated to the values of eager calls. The capture does not show which of them the forward
-    uses, because each module of TE looks up its own weights.
+    All of them are updated to the values that eager calls would use, because the capture does not show which cached
+    weights the modules have looked up.
     """
 
     def __init__(self, replay: Any, module: Any) -> None:

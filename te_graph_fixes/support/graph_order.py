@@ -116,8 +116,8 @@ class Plan:
 
         Microbatches in flight at the same time never share a tensor, even if the caller passed them the same tensor.
         Constants are an exception (`find_constants`). With ``reuse``, the forwards use as few sets of inputs as
-        possible, and sample arguments in a list are replaced in this list, as TE does, so that unused samples are
-        freed. ``flatten`` and ``unflatten`` are functions of torch's pytree.
+        possible, and sample arguments in a list are replaced in this list, as in TE, so that unused samples are freed.
+        ``flatten`` and ``unflatten`` are functions of torch's pytree.
         """
         args, kwargs = (
             given if reuse and isinstance(given, list) else list(given) for given in (sample_args, sample_kwargs)
@@ -223,11 +223,11 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     gradients that the dgrads of these callables return. Only first layers of chunks are listed, because TE's own rule
     is correct for all other layers. Raise ValueError for an illegal order.
 
-    The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state of steps with a backward and
-    a forward each, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The
-    gradient of its first layer is sent to the previous stage, and Megatron-Core waits for this send after the next step
-    (docs/maintainers/schedules.md of te-graph-fixes). The gradient of any other layer is last read by the dgrad of the
-    layer below.
+    The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state with a forward for each
+    backward, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The gradient of
+    its first layer is sent to the previous stage. Megatron-Core waits for this send after the next step and the forward
+    that runs with it (docs/maintainers/schedules.md of te-graph-fixes). The gradient of any other layer is last read by
+    the dgrad of the layer below.
     """
     plan = Plan(parse(order), layers_per_chunk)
     entries = plan.entries
@@ -245,7 +245,7 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     for number, step in enumerate(steps[:-1]):
         wait = number + 1
         if number == last_steady and sends[number]:
-            # Megatron-Core waits for the last send of the steady state only after the next send of the cooldown.
+            # The last send of the steady state is known to be complete only after the next send of the cooldown.
             wait = next((later for later in range(wait, len(steps)) if sends[later]), wait)
         releases[ends[wait]].append(plan.index(step[-1], 0))
     return releases[:-1]
@@ -289,9 +289,9 @@ def _is_below(lower: Entry, upper: Entry, model_chunks: Sequence[int]) -> bool:
 
 
 def _end_of_forwards(entries: Sequence[Entry], dgrad: int, model_chunks: Sequence[int]) -> int:
-    """Return the position after ``dgrad`` and after the forwards that follow it in a model chunk.
+    """Return the position after ``dgrad`` and after any following forwards that continue a model chunk.
 
-    These forwards continue the model chunk of the last forward before ``dgrad``.
+    The last forward before ``dgrad`` belongs to this model chunk.
     """
     end = dgrad + 1
     last = next(entry for entry in reversed(entries[:dgrad]) if entry.kind == FORWARD)

@@ -14,8 +14,8 @@ ATTRIBUTE = "_te_has_plain_scales"
 def has_plain_scales(module: Any) -> bool:
     """Return whether the weights of ``module`` have plain scales because a capture uses or has used the module.
 
-    The first call in a warmup also converts the swizzled scales that eager calls have cached to plain scales. In the
-    capture itself, this conversion would become part of the graph.
+    If eager calls have cached swizzled scales, the first call in a warmup converts them to plain scales. In the capture
+    itself, this conversion would become part of the graph.
     """
     if ATTRIBUTE in module.__dict__:
         return True

@@ -26,7 +26,7 @@ class ScaleUpdates:
     def leave_to_replays(self, kind: str) -> bool:
         """Return whether an update of scales belongs to the capture, and note the ``kind`` of the update if it does.
 
-        Updates in other threads do not belong to the capture, unless autograd runs its backward there.
+        An update in another thread belongs to the capture only if autograd runs the capture's backward in that thread.
         """
         is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
         if is_of_capture:

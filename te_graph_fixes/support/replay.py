@@ -22,7 +22,7 @@ other state. A step of a ``prepare`` phase may borrow state, which means that it
 and returns a function that restores it. This function is called before the ``deliver`` phase, even if TE's replay
 fails. Other changes by the step remain.
 
-Within a phase, the steps run in the order of `ORDER`, and the functions of a ``prepare`` phase in reverse order.
+Within a phase, the steps run in the order of `ORDER`. The functions that restore borrowed state run in reverse order.
 
 `Replay.reset` drops the FP8 state, the skip flags, the record and all steps, and thereby the objects whose methods are
 steps. The capture of a callable collects these facts, which no replay changes:
@@ -46,7 +46,7 @@ gradients of delayed wgrads                             `DelayedGrad`           
 The facts that several modules read are attributes of the `Replay`, and so are the skip flags, which a backward shares
 with its forward. Each other fact is in the object whose methods are the steps that read it.
 
-Replays change other objects: a `Call` for each replay, `Preconditions` for each callable, and a `MemoryPool` for all
+Replays change other objects: a `Call` for each forward, `Preconditions` for each callable, and a `MemoryPool` for all
 callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
 
 Some fixes edit TE's own code around these phases: the flag of the first FP8 module (`backward-amax-reduction`), the

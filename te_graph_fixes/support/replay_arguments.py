@@ -18,10 +18,10 @@ _CALL = torch.nn.Module.__call__
 
 
 def _properties(leaves: Sequence[Any]) -> tuple[list[Any], list[bool], list[Any]]:
-    """Return the properties of tensors that a graph fixes: all shapes, then each ``requires_grad``, then the dtypes.
+    """Return three lists of properties that a graph fixes: the shapes, each ``requires_grad``, and the dtypes.
 
-    The class of a quantized tensor stands for its dtype. For an argument that is not a tensor, return None, False and
-    None.
+    The class of a quantized tensor stands for its dtype. The lists contain None, False and None for an argument that is
+    not a tensor.
     """
     tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     return (

@@ -158,7 +158,7 @@ class _SmallerOperations(_Operations):
                 )
 
     def are_same(self) -> bool:
-        """Return whether all operations were the same after the end of the forward."""
+        """After the forward, return whether its operations were the same as with full inputs."""
         return self._is_same and not self._expected
 
 
@@ -169,7 +169,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number that depends on every bit of a tensor and on its place."""
+    """Return a number that depends on every bit of a tensor and on the order of its elements."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     integers = values.view({1: torch.int8, 2: torch.int16}.get(values.element_size(), torch.int32)).long()
     odd_numbers = torch.arange(1, 2 * len(integers), 2, device=tensor.device)

@@ -19,7 +19,7 @@ def with_own_inputs(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return the sample arguments of a capture, in which no two inputs share a tensor that needs a gradient.
+    """Return sample arguments in which no two inputs share a tensor that needs a gradient.
 
     The first input keeps the tensor, and each other input gets a copy. If inputs ``are_handed_on`` between callables,
     inputs of different callables may share the tensor. A tensor without a gradient, such as a mask, stays shared,
@@ -50,8 +50,8 @@ def drop_graph_from_copies(module: torch.nn.Module, before: dict[str, Any]) -> N
     """Omit the graph from later copies of ``module``, because the graph reads the parameters of the original.
 
     ``before`` are the `capture_attributes` from before the capture. Instead of the attributes that the capture has set,
-    a copy has these earlier attributes, such as a ``forward`` of its own. Attributes that the program has set or
-    deleted since the capture are copied as they are. `copy` and `pickle` call the methods that this function sets on
+    a copy has these earlier attributes, such as a ``forward`` set by the program. Attributes that the program has set
+    or deleted since the capture are copied as they are. `copy` and `pickle` call the methods that this function sets on
     the module. The ``__deepcopy__`` of a class is still called.
     """
     kind: Any = type(module)

@@ -120,8 +120,8 @@ class Record:
     """The facts about one callable and microbatch, which do not change after the capture.
 
     ``forward``, ``backward`` and ``wgrad`` are the positions of the callable's graphs in the memory ``pool``, or 0 if
-    the pool has no such graph. Memory that the forward wrote may have been given to graphs at the position
-    ``end_of_forward`` or later, and memory that the backward wrote to graphs at ``end_of_backward`` or later.
+    the pool has no such graph. Graphs at the position ``end_of_forward`` or later may have received memory that the
+    forward wrote, and graphs at ``end_of_backward`` or later may have received memory that the backward wrote.
     ``advice`` is the end of the error that is raised if another graph may have overwritten the memory of the forward
     before the backward, or "". ``computes_fp8`` is True if the forward computes in FP8 in the autocast of the capture.
 

@@ -44,7 +44,7 @@ class RecipeStates:
             replay.add("backward check", "require recipe states", self.check_backward)
 
     def check(self, call: Any) -> None:
-        """Set ``call.resumed`` to the modules whose eager forward would initialize their FP8 state again.
+        """Set ``call.resumed`` to modules whose FP8 state an eager forward would initialize again, with their states.
 
         Raise RuntimeError if they would get another kind of state than in the capture. Modules in autocasts of their
         own, and attention without FP8, are included only if the recipe is the recipe of the capture.

@@ -13,9 +13,9 @@ import torch
 def preserve_main_grads(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Restore each ``main_grad`` of the ``modules`` after a warmup, even if the warmup fails.
 
-    No code reads the sums of a warmup, so all parameters share the memory of the largest ``main_grad`` of their dtype
-    and device. If the largest is not contiguous, or if a ``main_grad`` is a property, each parameter keeps its own
-    memory. Memory that is not zero is saved in host memory. A ``main_grad`` assigned during the warmup stays.
+    No code reads the sums of a warmup, so in the warmup all parameters share the memory of the largest ``main_grad`` of
+    their dtype and device. If the largest is not contiguous, or if a ``main_grad`` is a property, each parameter keeps
+    its own memory. Memory that is not zero is saved in host memory. A ``main_grad`` assigned during the warmup stays.
     """
     parameters: list[Any] = [parameter for module in modules for parameter in module.parameters()]
     main_grads: dict[Any, torch.Tensor] = {

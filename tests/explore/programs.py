@@ -383,7 +383,7 @@ FOUND = {
     "a second module that counts as the first FP8 module, after a graph with an autocast of its own": Program(
         modules=("OwnAutocast", "linear"), recipe="delayed", other="delayed", first="eager"
     ),
-    "the scales of a graph in a checkpoint outside of FP8 autocasts, which TE copies from 2.20 on": Program(
+    "the scales of a graph in a checkpoint outside of FP8 autocasts, which TE copies from 2.19 on": Program(
         modules=("OwnAutocast",), other="delayed", checkpoints=("te",), inference="first", events=("infer", "step")
     ),
     "a module in a list, which a replay left in the recipe of an evaluation": Program(
