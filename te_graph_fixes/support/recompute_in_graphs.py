@@ -26,16 +26,14 @@ class ScaleUpdates:
     def leave_to_replays(self, kind: str) -> bool:
         """Return whether an update of scales belongs to the capture, and note the ``kind`` of the update if it does.
 
-        An update in another thread belongs to the capture only if autograd runs the capture's backward in that thread.
+        An update in another thread belongs to the capture only if autograd runs the capture's backward there.
         """
-        is_of_capture = threading.get_ident() == self._thread or self._is_in_backward()
+        is_of_capture = threading.get_ident() == self._thread or (
+            _current_graph_task_id() != -1 and bool(torch.cuda.current_stream() == self._stream)
+        )
         if is_of_capture:
             self.kinds.add(kind)
         return is_of_capture
-
-    def _is_in_backward(self) -> bool:
-        """Return whether this thread of autograd runs a backward of the capture, on the capture's stream."""
-        return _current_graph_task_id() != -1 and bool(torch.cuda.current_stream() == self._stream)
 
 
 @contextlib.contextmanager
