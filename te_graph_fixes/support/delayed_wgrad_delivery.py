@@ -9,20 +9,15 @@ their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformer_engine.pytorch.utils import make_weak_ref
 
-
-class DelayedGrad(NamedTuple):
-    """A gradient in the memory of a wgrad graph."""
-
-    parameter: Parameter
-    grad: Tensor
-    is_bias: bool
+DelayedGrad = tuple[Parameter, Tensor, bool]
+"""A parameter, its gradient in the memory of a wgrad graph, and whether the parameter is a bias."""
 
 
 def visit_waiting(visited: dict[int, Any], index: int, called: Any) -> None:
@@ -63,7 +58,7 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
                 "or run the module once."
             )
         return [
-            DelayedGrad(parameter, parameter.grad, "bias" in name.rpartition(".")[2])
+            (parameter, parameter.grad, "bias" in name.rpartition(".")[2])
             for (name, parameter), stand_in in zip(module.named_parameters(), stand_ins, strict=True)
             if parameter.grad is not stand_in
         ]
