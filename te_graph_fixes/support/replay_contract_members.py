@@ -165,9 +165,14 @@ class CallableTensors:
             value for value, _ in held if value.requires_grad and _is_fused(value, returned.get(value), may_fuse)
         }
         main_grads = [(value, "main_grad", "the main_grad of a parameter") for value in self.fused]
-        members = [_Slots(names, _objects, is_), _Slots(lists, _lengths, eq)]
-        read = [  # a tensor that consists of other tensors, such as an FP8 weight, has no address
-            _Slots([(value, "", f"a parameter ({name})") for value, name in held if value.data_ptr()], _addresses, eq),
+        # A tensor that consists of other tensors, such as an FP8 weight, has no address.
+        with_address = [(value, "", f"a parameter ({name})") for value, name in held if value.data_ptr()]
+        members = [
+            _Slots(names, lambda registries, keys: map(dict.get, registries, keys), is_),
+            _Slots(lists, lambda registries, _: map(len, registries), eq),
+        ]
+        read = [
+            _Slots(with_address, lambda tensors, _: map(torch.Tensor.data_ptr, tensors), eq),
             _Slots([slot for slot in parts if _has_address(*slot[:2])], _addresses_of_attributes, eq),
         ]
         written = [_Slots(main_grads, _addresses_of_attributes, eq)]
@@ -205,18 +210,6 @@ class _Slots:
             f"{callable_name}: {self._names[are_same.index(False)]} was added, replaced, moved or resized after this "
             "graph was captured, and the graph would use the old one. Copy into it in place, or capture again."
         )
-
-
-def _objects(registries: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
-    return map(dict.get, registries, names)
-
-
-def _lengths(registries: Iterable[Any], _: Iterable[str]) -> Iterator[int]:
-    return map(len, registries)
-
-
-def _addresses(tensors: Iterable[Any], _: Iterable[str]) -> Iterator[int]:
-    return map(torch.Tensor.data_ptr, tensors)
 
 
 def _addresses_of_attributes(owners: Iterable[Any], names: Iterable[str]) -> Iterator[int]:
