@@ -14,14 +14,14 @@ from .shapes import REPLAY_STEPS
 
 PATCH = """
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function
-+from ._te_backward_amax_reduction import FirstModule
++from ._te_backward_amax_reduction import add_take, is_in_graph
 +
-+first_module = FirstModule(replay)
++add_take(replay)
  class Graphed(torch.autograd.Function):
      ...
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function.Graphed.forward
 -ctx.is_first_module = FP8GlobalStateManager.is_first_fp8_module()
-+ctx.is_first_module = first_module.is_in_graph()
++ctx.is_first_module = is_in_graph(replay.fp8_state)
 """
 
 FIX = Fix(
