@@ -179,13 +179,8 @@ def _checksum(tensor: torch.Tensor) -> int:
 def _scales(module: Any) -> list[torch.Tensor]:
     """Return the scales and amax histories of a module or operation."""
     metas = [getattr(module, "fp8_meta", None), *(getattr(module, "_fp8_metas", None) or {}).values()]
-    states = [state for meta in metas for state in (meta or {}).values()]
-    return [
-        value
-        for state in states
-        for value in getattr(state, "__dict__", {}).values()
-        if isinstance(value, torch.Tensor)
-    ]
+    states = [getattr(state, "__dict__", {}) for meta in metas for state in (meta or {}).values()]
+    return [value for attributes in states for value in attributes.values() if isinstance(value, torch.Tensor)]
 
 
 def _is_same_output(output: Any, other: Any) -> bool:
