@@ -1,10 +1,4 @@
-"""Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay.
-
-A replayed graph runs no Python, so the capture records these gradients, and each replay copies them to the ``.grad`` of
-their parameters. As in TransformerEngine's eager `backward_dw`, a weight's ``.grad`` is replaced, and a bias's
-``.grad`` is set only if it is None. If one tensor contains the biases of all experts, gradients are added to its
-``.grad``. The graph itself adds gradients to ``main_grad``.
-"""
+"""Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay."""
 
 from __future__ import annotations
 
@@ -71,6 +65,7 @@ def record_backward_dw(module: Module, returned: Iterable[Tensor]) -> list[Delay
 def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
     """Return a function that assigns copies of the gradients of a captured wgrad graph after each replay.
 
+    It assigns them as TransformerEngine's eager `backward_dw` does. The graph itself adds gradients to ``main_grad``.
     The function does not own the memory of the gradients, so later captures may reuse this memory. This is safe,
     because the function reads the gradients right after the replay. The other modules in the graph must not reuse this
     memory, because they would write to it earlier.

@@ -223,11 +223,9 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
     gradients that the dgrads of these callables return. Only first layers of chunks are listed, because TE's own rule
     is correct for all other layers. Raise ValueError for an illegal order.
 
-    The schedule is Megatron-Core's interleaved 1F1B: a warmup of forwards, a steady state with a forward for each
-    backward, and a cooldown of backwards. A step is the backward of one model chunk for one microbatch. The gradient of
-    its first layer is sent to the previous stage. Megatron-Core waits for this send after the next step and the forward
-    that runs with it (docs/maintainers/schedules.md of te-graph-fixes). The gradient of any other layer is last read by
-    the dgrad of the layer below.
+    The schedule is Megatron-Core's interleaved 1F1B. A step is the backward of one model chunk for one microbatch.
+    Megatron-Core sends the gradient of the chunk's first layer, and waits for this send after the next step and the
+    forward that runs with that step (docs/maintainers/schedules.md of te-graph-fixes).
     """
     plan = Plan(parse(order), layers_per_chunk)
     entries = plan.entries
@@ -254,9 +252,8 @@ def grad_input_releases(order: Iterable[Any], layers_per_chunk: Sequence[int]) -
 def _model_chunks(plan: Plan) -> list[int]:
     """Return, for each chunk, the number of the model chunk that contains it.
 
-    If each chunk is one layer, the order does not name the model chunks. A model chunk is then a sequence of chunks
-    that all microbatches run without a gap. Megatron-Core runs a model chunk for several microbatches before the next
-    model chunk, so two model chunks never form such a sequence.
+    If each chunk is one layer, a model chunk is a sequence of chunks that all microbatches run without a gap
+    (docs/maintainers/schedules.md of te-graph-fixes).
     """
     chunks = len(plan.layers)
     if set(plan.layers) != {1}:

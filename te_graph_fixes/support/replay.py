@@ -24,8 +24,7 @@ fails. Other changes by the step remain.
 
 Within a phase, the steps run in the order of `ORDER`. The functions that restore borrowed state run in reverse order.
 
-`Replay.reset` drops the FP8 state, the skip flags, the record and all steps, and thereby the objects whose methods are
-steps. The capture of a callable collects these facts, which no replay changes:
+The capture of a callable collects these facts, which no replay changes. `Replay.reset` drops them with all steps:
 
 ======================================================  ====================================  =======================
 fact                                                    object                                module
@@ -42,9 +41,6 @@ updates of scales in a recomputation                    `ScaleUpdates`          
 weights that the backward marks                         `record_marks`                        grad_added_mark
 gradients of delayed wgrads                             `DelayedGrad`                         delayed_wgrad_delivery
 ======================================================  ====================================  =======================
-
-The facts that several modules read are attributes of the `Replay`, and so are the skip flags, which a backward shares
-with its forward. Each other fact is in the object whose methods are the steps that read it.
 
 Replays change other objects: a `Call` for each forward, `Preconditions` for each callable, and a `MemoryPool` for all
 callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
@@ -149,10 +145,7 @@ class Call:
 class Replay:
     """The facts about one callable that several modules read, and the steps of its replays.
 
-    ``name`` is the callable's name in errors. ``fp8_state`` is the FP8 state that its forward uses
-    (`fp8-state-at-replay`). ``skip_flags`` determine whether its FP8 modules reuse cached weights
-    (`stale-fp8-weights`). ``record`` contains the facts that the checks of `replay-contract` need. Facts that only one
-    fix reads are in the object that adds the steps of this fix.
+    ``name`` is the callable's name in errors. Facts that only one fix reads are in the object that adds its steps.
     """
 
     name = "This graphed callable"

@@ -3,37 +3,11 @@
 Memory: no other graph has overwritten the data of this graph (`_te_replay_contract_order`).
 Addresses: modules, parameters and each ``main_grad`` are at the same addresses as in the capture
 (`_te_replay_contract_members`).
-
 Recomputation: a checkpoint may run a forward again, in a backward. Eager operations refer to outputs and gradients, and
-no code can determine which of these tensors the operations will still read. Two rules follow:
-
-1. Outputs that the recomputation may read must be intact. These are its inputs, and referenced outputs whose backward
-   has not run (an eager operation in the checkpoint may read them).
-2. The recomputation must not overwrite referenced tensors:
-
-   - gradients of the current run of replays (a sequence of replays in the order of their captures), unless their
-     backward was captured before the recomputed forward
-   - outputs of another microbatch, unless the recomputed forward was captured between their forward and their backward
-
-   Outputs of the same microbatch are computed again, with the same values.
-
-After the first forward in a checkpoint, gradients and the outputs of other forwards are returned as copies. The rules
-therefore concern only tensors that were returned earlier.
-
-The kind of a forward determines the pool's ``may_recompute`` after it, and whether its outputs are returned as copies.
-*Kept* means that the value only changes if the forward begins a new run of replays, which sets it to False:
-
-=====================================  =======================================  =============  ================
-forward                                detected by                              may_recompute  copies outputs
-=====================================  =======================================  =============  ================
-in a checkpoint                        its saved-tensor hooks, or grad mode     True           no
-                                       turned off by an autograd function
-run again, without reentrant autograd  a backward, and hooks of a checkpoint    True           no
-run again, with reentrant autograd     a backward, no hooks                     True           yes
-inference, or a frozen part            grad mode off                            kept           no
-training                               all else, also with other hooks, such    kept           if may_recompute
-                                       as those of activation offloading
-=====================================  =======================================  =============  ================
+no code can determine which of these tensors the operations will still read. Outputs that the recomputation may read
+must therefore be intact, and it must not overwrite referenced tensors. After the first forward in a checkpoint,
+gradients and the outputs of other forwards are returned as copies, so this concerns only tensors that were returned
+earlier (docs/maintainers/replay-contract.md of te-graph-fixes).
 """
 
 from __future__ import annotations
@@ -112,7 +86,10 @@ class Preconditions:
         call.in_checkpoint = call.has_hooks or (not takes_grads and _in_autograd_function())
 
     def note_forward(self, ctx: Any, outputs: Any) -> Any:
-        """Note the replay of the forward, and return ``outputs``. The file's docstring lists the kinds of forwards."""
+        """Note the replay of the forward, and return ``outputs``.
+
+        The table in docs/maintainers/replay-contract.md of te-graph-fixes lists the kinds of forwards.
+        """
         call, record, pool = ctx.call, self._record, self._record.pool
         in_backward, takes_grads = call.in_backward, call.takes_grads
         if in_backward and takes_grads:
@@ -182,7 +159,11 @@ class Preconditions:
                 self._require_harmless(other)
 
     def _require_intact_outputs(self, other: Record, inputs: set[int]) -> None:
-        """Raise RuntimeError if outputs of ``other`` that the recomputation may read are no longer intact (rule 1)."""
+        """Raise RuntimeError if outputs of ``other`` that the recomputation may read are no longer intact.
+
+        These are its ``inputs``, and referenced outputs whose backward has not run, because an eager operation in the
+        checkpoint may read them.
+        """
         pool = self._record.pool
         ran = pool.time(other.forward)
         backward_is_to_come = other.backward and pool.time(other.backward) < ran
@@ -191,7 +172,12 @@ class Preconditions:
             pool.require_untouched(reader, other.forward, ran, end, f"the forward of {other.name}")
 
     def _require_harmless(self, other: Record) -> None:
-        """Raise RuntimeError if the recomputation may overwrite referenced tensors that ``other`` returned (rule 2)."""
+        """Raise RuntimeError if the recomputation may overwrite referenced tensors that ``other`` returned.
+
+        These are gradients of the current run of replays, unless their backward was captured before the recomputed
+        forward, and outputs of another microbatch, unless the recomputed forward was captured between their forward and
+        their backward. Outputs of the same microbatch are computed again, with the same values.
+        """
         record, pool = self._record, self._record.pool
         grads_time = pool.time(other.backward)
         if grads_time > pool.time(other.forward):

@@ -1,9 +1,4 @@
-"""The scales and amax histories of a graph. The graph owns them, and assigns them to its modules before replays.
-
-An evaluation without FP8 removes the recipe state of operations of ``te.ops``. An evaluation in another recipe removes
-the recipe state of modules too. The next forward creates a new state, but the graph still uses the state of its
-capture.
-"""
+"""The scales and amax histories of a graph. The graph owns them, and assigns them to its modules before replays."""
 
 from __future__ import annotations
 
