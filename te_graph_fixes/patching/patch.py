@@ -9,9 +9,9 @@ A *semantic patch* looks like a unified diff. Its context and ``-`` lines are a 
     -range(num_warmup_iters)
     +range(max(num_warmup_iters, 1))
 
-``@@ FILE PLACE (NOTES)`` begins a hunk. docs/maintainers/adding-a-fix.md describes the notes, and the places to which
+``@@ FILE PLACE (NOTES)`` begins a hunk. docs/maintainers/adding-a-fix.md describes the notes, and the places at which
 ``+`` lines are inserted. `rewriting` computes the edits. The error for a hunk that does not fit contains the number of
-the hunk's line in the patch.
+the hunk's ``@@`` line in the patch.
 """
 
 import ast
@@ -52,7 +52,7 @@ def _fit(source: Source, alternatives: "Sequence[Hunk]") -> list[Edit]:
 
 @cache
 def read(text: str) -> "list[list[Hunk]]":
-    """Return the hunks of a patch, each with its alternatives. Raise `PatchError` for an invalid line."""
+    """Return a list for each hunk of a patch: the hunk and its alternatives. Raise `PatchError` for an invalid line."""
     hunks: list[list[Hunk]] = []
     file = place = ""
     for header, lines in _sections(text):
