@@ -1,7 +1,5 @@
 """Support modules, whose text the fixes add next to TransformerEngine's own modules. The fixed source imports them."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from typing import cast

@@ -1,7 +1,5 @@
 """At a replay, clear ("take") TE's flag for the first FP8 module of an autocast if the eager module would clear it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

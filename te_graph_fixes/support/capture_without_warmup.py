@@ -1,7 +1,5 @@
 """Undo the effects of a warmup iteration that the caller of a capture did not request."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

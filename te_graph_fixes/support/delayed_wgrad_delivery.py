@@ -1,7 +1,5 @@
 """Assign the gradients of a captured `backward_dw` (delayed wgrad) to their parameters after each replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

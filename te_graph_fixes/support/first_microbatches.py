@@ -6,8 +6,6 @@ the first microbatch and reuses them at the others. Because a replay runs no Pyt
 ``cache_quantized_params`` reads flags of its own, which are filled from the marks before each replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import threading
@@ -145,7 +143,7 @@ class FirstMicrobatches:
             state.skip_fp8_weight_update_tensor = shared
             _listening = None
 
-    def _flag_of(self, flags: GraphFlags, as_first: _AsFirst, module: Any, is_first: bool) -> torch.Tensor | None:
+    def _flag_of(self, flags: "GraphFlags", as_first: "_AsFirst", module: Any, is_first: bool) -> torch.Tensor | None:
         """Return the flag that a call of ``module`` reads, or None if each replay repeats the call unchanged.
 
         A module that is called with False each time gets a flag only if its mark was False before the warmup. Without a

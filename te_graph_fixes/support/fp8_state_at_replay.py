@@ -6,8 +6,6 @@ the second forward. A replay runs no Python of the modules. Therefore, modules n
 the steps of `UsedState` do this work at each replay.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter, deque
@@ -155,7 +153,7 @@ class _Queue(list[Any]):
 
     taken = 0
 
-    def __init__(self, capture: Capture, entries: Iterable[Any] = ()) -> None:
+    def __init__(self, capture: "Capture", entries: Iterable[Any] = ()) -> None:
         super().__init__((capture.used, entry) for entry in entries)
         self._capture = capture
 

@@ -4,8 +4,6 @@ Before an eager module uses a weight, it computes a missing transpose, or looks 
 Python, so the classes below do this work before a replay, on the tensors whose addresses are in the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The attribute means that ``main_grad`` contains the wgrad, and that ``.grad`` is a dummy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

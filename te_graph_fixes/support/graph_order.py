@@ -5,8 +5,6 @@ microbatch, ``-c`` its dgrad, and ``-c - 0.5`` its delayed wgrad. The rules of l
 docs/maintainers/schedules.md of te-graph-fixes. This module needs neither torch nor TransformerEngine.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

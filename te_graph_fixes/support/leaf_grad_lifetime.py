@@ -1,7 +1,5 @@
 """Copies of the gradients that a graph returns for leaf inputs, because the next replay overwrites its buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plain scales for the NVFP4 weights of modules that TransformerEngine (TE) captures, on GPUs of capability 12.x."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

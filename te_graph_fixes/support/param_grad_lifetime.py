@@ -1,7 +1,5 @@
 """Copies of the parameter gradients from a replayed backward, and the gradients that need no copy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Disable the hooks of parameters in the backwards of warmup and capture, whose gradients are meaningless."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates of FP8 scales that are omitted in warmup and capture, because the replays perform them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

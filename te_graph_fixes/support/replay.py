@@ -51,8 +51,6 @@ gradients (`param-grad-lifetime`, `fused-dummy-copies`), and the hooks after `ba
 `wgrad-hook-order`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect, insort
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

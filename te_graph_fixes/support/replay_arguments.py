@@ -1,7 +1,5 @@
 """Compare the arguments of a replay with the sample arguments of its capture, and check the outputs of a capture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The capture does not show how the module uses the shape of an argument, and auto
 without a gradient. Each question is answered only once, and only if the replay would raise an error otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

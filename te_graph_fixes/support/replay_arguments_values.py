@@ -1,7 +1,5 @@
 """Compare arguments that are not tensors, and decide whether a graph may ignore a keyword argument."""
 
-from __future__ import annotations
-
 import dis
 import inspect
 from collections import deque

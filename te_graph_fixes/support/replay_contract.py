@@ -10,8 +10,6 @@ gradients and the outputs of other forwards are returned as copies, so this conc
 earlier (docs/maintainers/replay-contract.md of te-graph-fixes).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from itertools import compress

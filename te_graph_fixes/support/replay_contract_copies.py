@@ -1,7 +1,5 @@
 """Copies of sample arguments that several inputs share, and copies of modules without their graphs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

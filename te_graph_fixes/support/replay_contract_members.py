@@ -1,7 +1,5 @@
 """The modules and tensors of a callable that its graphs use, and the check that they are the same as at the capture."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import UserDict, deque

@@ -7,8 +7,6 @@ captured after Y may have received memory from Y. So Y may be replayed if **ever
 between X and Y**.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The record of a capture: facts about each callable from its warmup and its captures."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

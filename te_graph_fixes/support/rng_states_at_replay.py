@@ -1,7 +1,5 @@
 """Make graphs draw from the current generators of an RNG tracker, as eager training does."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

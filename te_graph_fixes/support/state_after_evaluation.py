@@ -1,7 +1,5 @@
 """The scales and amax histories of a graph. The graph owns them, and assigns them to its modules before replays."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Protect ``main_grad`` from the random gradients of a warmup."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Warn once, at the line of the user's program that caused the warning."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings

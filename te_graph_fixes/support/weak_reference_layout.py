@@ -1,7 +1,5 @@
 """Weak references to tensors of any dtype and strides. A weak reference views memory without owning it."""
 
-from __future__ import annotations
-
 import torch
 
 
