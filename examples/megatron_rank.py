@@ -75,7 +75,7 @@ def print_norms(model: list[Any], step: int) -> None:
 
 
 def reduced_grads(model: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the reduced `main_grad` of each parameter on the first of its data-parallel ranks.
+    """Yield the name and the reduced `main_grad` of each parameter whose first data-parallel rank is this rank.
 
     With Megatron's distributed optimizer, a rank has only a part of each reduced bucket, so the parts are gathered.
     """

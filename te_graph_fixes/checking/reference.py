@@ -205,7 +205,7 @@ class EagerReference:
 
     @contextmanager
     def _restored(self, run: Microbatch) -> Iterator[IsolatedParameters]:
-        """Set the module to its state before ``run``, isolated from the job. Restore the job's state at the end."""
+        """Yield the isolated parameters of the module in its state before ``run``, then restore the job's state."""
         with ExitStack() as stack:
             stack.callback(_restore, self._all_that_changes())
             for module in self.own:

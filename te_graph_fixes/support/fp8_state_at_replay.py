@@ -275,7 +275,7 @@ class Capture:
             used.add_to(replay)
 
     def restore(self) -> None:
-        """Restore the scales, histories, copies and the flag of the first FP8 module from before the warmup.
+        """Restore the scales, amax histories, copies for recomputations and the flag for the first FP8 module.
 
         Modules registered during the capture get no copies.
         """

@@ -206,7 +206,7 @@ class _Slots:
             are_same.append(False)
         raise RuntimeError(
             f"{callable_name}: {self._names[are_same.index(False)]} was added, replaced, moved or resized after this "
-            "graph was captured, and the graph would use the old one. Copy into it in place, or capture again."
+            "graph was captured, but the graph uses the tensor of the capture. Copy into it in place, or capture again."
         )
 
 

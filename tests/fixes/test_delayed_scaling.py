@@ -252,7 +252,7 @@ def test_a_recomputation_inside_the_autocast_of_the_program_updates_no_forward_s
 
 @pytest.mark.parametrize("fixes", ["on", "backward-amax-reduction"])
 def test_graphs_take_the_flag_of_the_first_module_as_their_forward_does(fixes: str) -> None:
-    # Without `replay-arguments`, detached outputs of a graph need a gradient.
+    # Without `replay-arguments`, detached outputs of a graph require gradients, so eager and graph differ.
     cases = FIRST_MODULE_CASES + [("detached", True, False)] * (fixes == "on")
     run_program(f"{SETUP}CASES = {cases}{FIRST_MODULE}", TE_GRAPH_FIXES=fixes)
 

@@ -144,7 +144,7 @@ def check_inputs(order: list[float], choices: random.Random) -> None:
 
 
 def check_mutated(order: list[float], choices: random.Random) -> None:
-    """Check that a changed order raises an error only if it is illegal. The message is one line about ``_order``."""
+    """Check that a changed order raises an error if and only if it is illegal, with one line about ``_order``."""
     changed = changed_order(order, choices)
     if legal(changed):
         assert len(parse(changed)) == len(changed)

@@ -52,7 +52,7 @@ ELSEWHERE = {
     "python examples/megatron_moe.py": f"{NOT_RUN}it needs a GPU; the program is in examples",
     "python examples/": "tests/clients/test_megatron_lm_example.py",
 }
-"""The beginnings of commands that `test_a_command_runs` omits, each with the file that runs it, or why none does."""
+"""The beginnings of commands that `test_a_command_runs` omits, each with the file or reason that explains it."""
 
 
 def beginning_of(command: str) -> str | None:

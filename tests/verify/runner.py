@@ -195,7 +195,7 @@ def measure(
 ) -> list[Row]:
     """Run ``cases`` without and with the fixes, and return a row for each.
 
-    For each of the ``switches``, ``command`` starts half of the ``workers`` processes, but at least one. By default,
+    For each of the ``switches``, ``command`` starts ``workers`` // 2 processes, but at least one. By default,
     ``workers`` is the number of CPUs, but at most 8. A baked TransformerEngine cannot run without the fixes, so its
     ``switches`` are only `WITH`. Progress is printed to stderr.
     """

@@ -1,4 +1,4 @@
-"""Events with single forwards and backwards, and events that break replay preconditions.
+"""Events of a training program: single forwards and backwards, and events that break replay preconditions.
 
 The numbers after an event's name select graphs, microbatches or layers.
 """
