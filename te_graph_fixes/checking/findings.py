@@ -229,8 +229,8 @@ class Check:
         self._hook.remove()
         self.lifetimes.undo.close()
         self._end_step()
-        numbers = range(next(self.numbers))
-        self.totals["not reached"] = sum(self._printed.isdisjoint({n, ("left out", n)}) for n in numbers)
+        numbers = [number for each in self.references if not each.refusal for number in each.callables]
+        self.totals["not reached"] = sum(number not in self._printed for number in numbers)
         for reference in self.references:
             reference.own.clear()
         if self._job[2] > 1 and threading.main_thread().is_alive():
