@@ -445,6 +445,15 @@ def test_invalid_options(text: str) -> None:
         Options.parse(text)
 
 
+def test_an_invalid_option_leaves_te_unchanged() -> None:
+    program = (
+        "import sys\ntry:\n    import te_graph_fixes\nexcept ValueError as error:\n    print(error)\n"
+        "print([name for name in sys.modules if '._te_' in name])"
+    )
+    done = on_simulator("-c", program, imported=("transformer_engine.pytorch",), TE_GRAPH_FIXES_CHECK="two")
+    assert re.fullmatch(r"TE_GRAPH_FIXES_CHECK=two is invalid.*\n\[\]\n", done.stdout), done
+
+
 def test_without_a_check_nothing_is_imported() -> None:
     heavy = "te_graph_fixes.checking.", "torch"
     code = f"import sys, te_graph_fixes; print([name for name in sys.modules if name.startswith({heavy})])"
