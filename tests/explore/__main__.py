@@ -35,7 +35,7 @@ REFUSED = {
     r"captured for|has no backward": "arguments of a graph that differ from its sample arguments",
     r"returns a quantized tensor": "an FP8 output of a graph",
     r"captured with is_first_microbatch=True": "a later microbatch of a graph captured for the first one",
-    r"in another recipe, which drops": "an evaluation in another recipe between a forward and its backward",
+    r"its modules ran in another recipe": "an evaluation in another recipe between a forward and its backward",
 }
 """The causes of documented errors, by patterns of their messages. A program that raises such an error is no finding."""
 
