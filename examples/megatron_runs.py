@@ -319,7 +319,7 @@ def figures_table(runs: Mapping[str, Run]) -> str:
 
 
 def norms_table(runs: Mapping[str, Run]) -> str:
-    """Return a Markdown table of mean `main_grad` norms by kind of parameter, bold if they differ without graphs."""
+    """Return a Markdown table of mean `main_grad` norms by kind of parameter, bold if graphs change them."""
     rows = [["step", "parameters", *runs, "TE's graphs / graphs off"]]
     for step in runs[OFF].norms:
         means = {setting: run.means(step) for setting, run in runs.items()}

@@ -115,7 +115,7 @@ class _Activation:
         if PACKAGE not in sys.modules:
             return
         if not loaded(PACKAGE):
-            # If the error below ends the import of te_graph_fixes, the hook remains, and could not import this later.
+            # If the error below ends the import of te_graph_fixes, the hook remains, but could not import `decision`.
             from . import decision  # noqa: F401
 
             raise RuntimeError(

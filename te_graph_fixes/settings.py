@@ -23,7 +23,7 @@ UPSTREAM = "upstream"
 class Settings:
     """The user's choice of fixes, strict mode and output.
 
-    The fixes in ``only`` are selected (None: all fixes), but not the fixes in ``disable``. If ``strict`` is true, a
+    The fixes in ``only`` (None: all fixes) are selected, except the fixes in ``disable``. If ``strict`` is true, a
     needed fix that cannot be applied is an error. A process in which a fix is missing always prints the status line.
     ``verbose`` selects the other processes that print it: all (True), the first rank of each host (None), none (False).
     """

@@ -33,7 +33,7 @@ assert "ImportError: cannot import name 'NAME'" in reason, reason
 
 @pytest.mark.parametrize("name", FIXES)
 def test_only_the_fixes_that_need_a_missing_name_fail(name: str) -> None:
-    """The fixes that need the name, and their dependents, must fail when TE is imported, not during a capture."""
+    """The fixes that need a missing name, and their dependents, must fail when TE is imported, not in a capture."""
     statuses = dict(word.split("=") for word in simulate("-c", PROGRAM.replace("NAME", name), imported=()).split())
     expected = {fix_id for fix_id in FIXES[name].split() if statuses[fix_id] != "not-needed"}
     assert {fix_id for fix_id, status in statuses.items() if status == "failed"} == expected

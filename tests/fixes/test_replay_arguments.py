@@ -203,7 +203,7 @@ class Unread(Layer):
         return self.linear(x)
 
 class WithOwnCall(PassesOn):
-    # As in Megatron-Core, a capture runs __call__, which does not run the forward.
+    # As in Megatron-Core, a capture calls `__call__`, which here does not call `forward`.
     def __call__(self, x, **kwargs):
         return self.linear(x)
 
@@ -281,7 +281,7 @@ for arguments in ((1, True, (True, False)), (2, True, (True, False, True)), (1, 
 
 ASKED = """
 class Layer(torch.nn.Module):
-    # The forward leaves traces in a counter, a buffer, the random state and the FP8 scales.
+    # The forward changes a counter, a buffer, the random state and the FP8 scales.
     def __init__(self, function):
         super().__init__()
         self.linear, self.function, self.calls = linear(), function, 0

@@ -1,8 +1,8 @@
 """CPU tensors that report a GPU as their device, and functions of torch that accept ``device="cuda"``.
 
 Every tensor of the process is a CPU tensor, but it reports the device ``cuda:0`` unless the program explicitly puts it
-on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``). Tensors on the host report the device ``cpu``. Only these
-tensors may be read while a graph is captured.
+on the host (``device="cpu"``, ``.cpu()``, ``.to("cpu")``). Tensors on the host report the device ``cpu``. Only
+tensors on the host may be read while a graph is captured.
 """
 
 from __future__ import annotations

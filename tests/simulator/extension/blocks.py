@@ -105,7 +105,7 @@ class Part(NamedTuple):
 
 
 def is_block_scaled(value):
-    """Return whether ``value`` is a quantizer or a tensor of a block-scaled format."""
+    """Return whether ``value`` is a quantizer or tensor, either of a block-scaled format."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
