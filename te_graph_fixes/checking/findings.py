@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import operator
 import os
 import re
@@ -34,13 +33,13 @@ from ..ranks import rank
 from ..status import Status, Verdict
 from ..text import by_value, count, print_stderr
 from . import EXIT_MISMATCH, Options
+from .difference import relative_error
 from .lifetimes import PARAMETER, Lifetimes, Subject
 
 NOISE_FACTOR = 8
 """A relative error is a mismatch if it is larger than this multiple of the relative error of two eager runs."""
 MAX_NOISE = 0.1
 """A tensor is no mismatch if the relative error of two eager runs is at least this, as in uninitialized memory."""
-CHUNK = 1 << 22  # elements compared at a time; each needs about 32 bytes of memory
 RANK_TIMEOUT_S = 60
 """The time in seconds that rank 0 waits for the other ranks at the end of its process."""
 UNEQUAL = {None: "is missing", False: "is not set, unlike in the eager run", True: "is set, unlike in the eager run"}
@@ -49,23 +48,6 @@ NOT_COVERED = "failed captures, modules without graphs, the order in which ranks
 JOB = "_TE_GRAPH_FIXES_CHECKED_JOB"
 """The environment variable with the id of the first process that checks. Its child processes inherit the variable."""
 _numbers = itertools.count()  # Each rank starts its checks in the same order, so the numbers are equal on all ranks.
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference, divided by the norm of ``expected``.
-
-    The result is a scalar tensor: 0.0 if the tensors are bit-identical, inf if their shapes differ. NaN equals NaN.
-    """
-    total = torch.zeros(3, dtype=torch.float64, device=actual.device)
-    if actual.shape != expected.shape:
-        return total[0] + math.inf
-    plain = [tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor for tensor in (actual, expected)]
-    for a, b in zip(*(tensor.detach().reshape(-1).split(CHUNK) for tensor in plain), strict=True):
-        unequal = (a != b) & ~(a.isnan() & b.isnan())
-        a, b = a.double(), b.double()
-        total += torch.stack((unequal.sum(), (a - b).square().sum(), b.square().sum()))
-    unequal, difference, norm = total
-    return torch.where(unequal > 0, (difference / norm).sqrt().nan_to_num(math.inf, math.inf), 0.0)
 
 
 def print_line(text: str) -> None:

@@ -23,7 +23,7 @@ from transformer_engine.pytorch import autocast
 from transformer_engine.pytorch.distributed import get_all_rng_states, in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-from .findings import relative_error
+from .difference import relative_error
 from .isolation import MARK, IsolatedParameters, NotIsolatedError, State, Writes
 
 FIRST = "is_first_microbatch"

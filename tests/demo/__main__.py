@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_graph_fixes.checking.findings import relative_error
+from te_graph_fixes.checking.difference import relative_error
 from te_graph_fixes.patching.source import Source
 from tests.support.child import ROOT
 from tests.support.published import source

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_graph_fixes.checking.findings import relative_error
+from te_graph_fixes.checking.difference import relative_error
 
 from .events import OF_GRAPHS
 
