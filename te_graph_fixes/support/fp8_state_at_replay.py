@@ -259,6 +259,29 @@ class Capture:
             values = {key: (state.scale.cpu(), state.amax_history.cpu()) for key, state in states}
             self._before[id(fp8_meta)] = fp8_meta, values
 
+    def end_autocast(self, enabled: bool) -> None:
+        """Note the end of an autocast inside a captured forward."""
+        if enabled and torch.is_grad_enabled() and autocast_depth() == self._depth + 1:
+            self._updated_inside |= self._used_inside
+            self.used.updates_scales = True
+
+    def end_forward(self, module: Any) -> None:
+        """Note whether the capture's autocast enables FP8, which modules run in FP8, and the flags of checkpoints."""
+        self.used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        flags = activation_recompute_forward._is_first_fp8_module
+        self.used.of_checkpoints = [flag for used, flag in flags if used is self.used]
+        modules = (*module.modules(), *self.used.owners)
+        self.used.modules_in_fp8 |= {inner: inner.fp8 for inner in modules if "fp8" in vars(inner)}
+        copies = _copies_for_recomputations()
+        copies[:] = [queue if isinstance(queue, _Queue) else _Queue(self, queue) for queue in copies]
+
+    def take_first_module(self) -> None:
+        """Note that a module of the current forward took the flag of the first FP8 module."""
+        if autocast_depth() == self._depth + 1:
+            self.used.has_first_module = True
+        else:
+            self.used.has_own_backward = True
+
     def end(self, replays: Sequence[Any], is_training: bool) -> None:
         """End the capture of all graphs, and add the steps for FP8 states to their replays.
 
@@ -350,32 +373,20 @@ def use_fp8_state_of_operations(fuser: Any) -> None:
 
 def end_autocast(enabled: bool) -> None:
     """Note the end of an autocast that a captured module entered itself."""
-    capture = _capture_of_forward() if enabled and torch.cuda.is_current_stream_capturing() else None
-    if capture and torch.is_grad_enabled() and autocast_depth() == capture._depth + 1:
-        capture._updated_inside |= capture._used_inside
-        capture.used.updates_scales = True
+    if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
+        capture.end_autocast(enabled)
 
 
 def end_captured_forward(module: torch.nn.Module) -> None:
-    """Note the FP8 state of a module at the end of its captured forward, before the autocast of the capture ends."""
+    """Note the end of a captured forward of a module, before the autocast of the capture ends."""
     if capture := _capture_of_forward():
-        used = capture.used
-        used.in_fp8 = FP8GlobalStateManager.is_fp8_enabled()
-        flags = activation_recompute_forward._is_first_fp8_module
-        used.of_checkpoints = [flag for owner, flag in flags if owner is used]
-        modules = (*module.modules(), *used.owners)
-        used.modules_in_fp8 |= {inner: inner.fp8 for inner in modules if "fp8" in vars(inner)}
-        copies = _copies_for_recomputations()
-        copies[:] = [queue if isinstance(queue, _Queue) else _Queue(capture, queue) for queue in copies]
+        capture.end_forward(module)
 
 
 def take_first_module() -> None:
     """Note that a module took the flag of the first FP8 module of an autocast."""
     if torch.cuda.is_current_stream_capturing() and (capture := _capture_of_forward()):
-        if autocast_depth() == capture._depth + 1:
-            capture.used.has_first_module = True
-        else:
-            capture.used.has_own_backward = True
+        capture.take_first_module()
 
 
 def has_other_state(module: torch.nn.Module, *saved: Any) -> bool:
