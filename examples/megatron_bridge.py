@@ -5,8 +5,8 @@
 
 This program uses all options of the report TE #3051, but a smaller model, mock data and fewer ranks. As in the report,
 the run with "graphs off" delays the capture beyond its last step. The program prints the loss and the gradient norm of
-each step and the norms of `main_grad` by kind of parameter, and draws a picture. The exit statuses have the
-meanings that `megatron_lm.py` describes.
+each step and the norms of `main_grad` by kind of parameter, and draws a picture. `megatron_lm.py` describes the exit
+statuses.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ the same model on mock data in deterministic mode, so correct runs print the sam
 compare graphs with eager modules during the training. `hybrid` needs mamba-ssm.
 
 Exit with 1 if the run with the fixes fails or differs from graphs off, if a run with --check fails or changes a digit,
-or if the check with the fixes finds a mismatch. Exit with 2 for wrong usage, or if the run with graphs off fails.
+or if the check with the fixes finds a mismatch or compares nothing. Exit with 2 for wrong usage, or if the run with
+graphs off fails.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def be_rank(steps: str, program: str, *flags: str) -> None:
 
 
 def watch_steps(steps: set[int]) -> None:
-    """Make Megatron-LM's training loop print the norms of gradients in these steps."""
+    """Make Megatron-LM's training loop print the norms of gradients in the ``steps``."""
     from megatron.training import training
 
     set_up = training.setup_model_and_optimizer

@@ -11,8 +11,9 @@ Megatron's own graphs, one with the fixes under `te-graph-fixes run --check`. Up
 program compares the printed losses and norms with the values of the run with graphs off, digit by digit. If the program
 is interrupted, it ends the runs in progress and prints the results of the finished options.
 
-Exit with 1 if a run with te-graph-fixes fails or differs from graphs off, if a check finds a mismatch, or after an
-interrupt. Exit with 2 for wrong usage.
+Exit with 1 if a run with te-graph-fixes fails or differs from graphs off, if a check finds a mismatch, compares nothing
+or changes the training, or after an interrupt. Exit with 2 for wrong usage. An option passes if its run with graphs off
+fails.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Option:
 
     @property
     def ranks(self) -> str:
-        """The text that follows the flags in tables: the number of ranks, or nothing for two ranks."""
+        """The text that follows the flags in tables: the number of ranks, or "" for two ranks."""
         return "" if self.gpus == Option.gpus else f", {self.gpus} ranks"
 
     def arguments(self, iterations: int) -> list[str]:

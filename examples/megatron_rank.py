@@ -16,7 +16,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Print the versions now, the peak memory at exit, and the stack on SIGTERM. Replace apex if it is missing."""
+    """Print the versions (on rank 0) now, the peak memory at exit, and the stack on SIGTERM. Replace a missing apex."""
     import torch
 
     faulthandler.register(signal.SIGTERM, chain=True)

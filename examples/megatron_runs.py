@@ -267,7 +267,7 @@ def count_differences(run: Run, reference: Run) -> dict[str, tuple[int, int]]:
 
 
 def differences(run: Run, reference: Run) -> str:
-    """Return a text with the quantities that differ, or an empty text if all values are equal."""
+    """Return a text with the number of differing values of each quantity, or "" if all values are equal."""
     parts = [
         f"{name} {count} of {total}" for name, (count, total) in count_differences(run, reference).items() if count
     ]
@@ -275,7 +275,7 @@ def differences(run: Run, reference: Run) -> str:
 
 
 def compare(runs: Mapping[str, Run], folder: Path) -> int:
-    """Print whether the runs agree, and return the exit status of the program."""
+    """Print whether the runs agree, and return the exit status of the program (see `megatron_lm`)."""
     reference = runs[OFF]
     if reference.error or not reference.figures.get("lm loss"):
         print(f"cannot compare: the run without graphs {reference.error or 'printed no loss'} (logs: {folder})")
@@ -295,7 +295,7 @@ def compare(runs: Mapping[str, Run], folder: Path) -> int:
 
 
 def tensors_equal(run: Run) -> int:
-    """Return the number of tensors that the check compared, or 0 if it reports a mismatch.
+    """Return the number of tensors that the check compared, or 0 if it reports a mismatch or compared nothing.
 
     Ignore results with 0 steps, because processes that a rank starts, such as writers of checkpoints, print them.
     """
@@ -319,7 +319,7 @@ def figures_table(runs: Mapping[str, Run]) -> str:
 
 
 def norms_table(runs: Mapping[str, Run]) -> str:
-    """Return a Markdown table of mean `main_grad` norms by kind of parameter, bold if graphs change them."""
+    """Return a Markdown table of mean `main_grad` norms by kind of parameter, bold if they differ from graphs off."""
     rows = [["step", "parameters", *runs, "TE's graphs / graphs off"]]
     for step in runs[OFF].norms:
         means = {setting: run.means(step) for setting, run in runs.items()}
@@ -353,7 +353,7 @@ Panel = Callable[[Any], None]
 
 
 def panels(title: str, runs: Mapping[str, Run]) -> list[Panel]:
-    """Return the panels of the picture of one training."""
+    """Return the two panels of the picture of one training."""
     if is_hybrid(runs):
         return [over_steps(title, "grad norm", runs), by_kind("by kind of parameter", runs)]
     return [over_steps(title, "grad norm", runs), over_steps("loss", "lm loss", runs)]
