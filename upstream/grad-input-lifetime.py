@@ -8,8 +8,9 @@ def test_make_graphed_callables_keeps_sent_grad_inputs() -> None:
     """If each layer is a chunk, a sent gradient must survive the next model chunk's backward.
 
     Megatron-Core passes this order with ``overlap_moe_expert_parallel_comm``, on stage 0 of 2 and
-    with two model chunks of two layers. It sends the gradients of layers 1 and 3. A send may
-    last until the end of the next model chunk's backward, which runs together with a forward.
+    with two model chunks of two layers. This stage sends the gradients of layer 3. The test
+    treats those of layer 1 as sent too, because other stages send them. A send may last until
+    the end of the next model chunk's backward, which runs together with a forward.
     """
     # fmt: off
     order = [1, 2, 1, 2, 3, 4, 3, 4, 1, 2, 1, -4, 2, -3, 3, -4, 4, -3, 3, -2, 4, -1, -2, -1,
