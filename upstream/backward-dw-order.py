@@ -8,7 +8,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 def _train_in_order(order: List[float], *, graphed: bool) -> torch.Tensor:
-    """Run the entries of ``order``. Return stacked main_grads of the chunks (one layer each)."""
+    """Run the entries of ``order``. Return the stacked main_grads of the one-layer chunks."""
     chunks = int(max(order))
     microbatches = order.count(1)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Test that layers share static buffers only if all properties of the buffers agree."""
+"""Layers must share static buffers only if all properties of the buffers agree."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _TwoOutputs(Linear):
-    """A linear layer that has two inputs, and returns its output and the signs of its output."""
+    """A linear layer with two inputs. It returns its output, at index ``place``, and its signs."""
 
     place = 0
 

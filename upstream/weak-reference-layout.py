@@ -6,7 +6,7 @@ from transformer_engine.pytorch import Linear, make_graphed_callables
 
 
 class _View(Linear):
-    """A linear layer that transposes its input, and returns a view of its output."""
+    """A linear layer that transposes its input, and applies ``view_of`` to its output."""
 
     view_of = None
 
