@@ -50,7 +50,7 @@ def read(source: Source) -> Reading:
     known: dict[str, tuple[Verdict, str]] = {
         Status.APPLIED: (Verdict.NOT_NEEDED, f"{BAKED} {manifest.by}"),
         Status.DISABLED: (Verdict.APPLICABLE, f"disabled {when}"),
-        Status.NOT_NEEDED: (Verdict.NOT_NEEDED, f"the source had the upstream fix {when}"),
+        Status.NOT_NEEDED: (Verdict.NOT_NEEDED, f"the source did not have the bug {when}"),
         Status.NOT_APPLICABLE: (Verdict.NOT_APPLICABLE, f"the source lacked the feature {when}"),
     }
     unknown = Verdict.UNRECOGNIZED, f"{manifest.by} baked this TransformerEngine without this fix. Run `{BAKE}`"
@@ -154,7 +154,7 @@ def settings_conflict(decision: Decision) -> str:
 
 
 def state_digest(report: Report, manifest: Manifest | None, texts: Iterable[str]) -> str:
-    """Return the `Report.digest`. Without a manifest, it depends on ``texts``, the texts of modules fixed in memory."""
+    """Return the `Report.digest` of versions, active fixes and changed modules: the manifest's, or else ``texts``."""
     files = [after for _, after in manifest.files.values()] if manifest else [digest(text.encode()) for text in texts]
     state = [report.te_version or "", report.version, *sorted(report.active), *sorted(files)]
     return digest("\n".join(state).encode())[:8]

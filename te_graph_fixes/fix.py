@@ -29,7 +29,7 @@ OLDEST = "2.10"
 
 
 def parsed(version: str | None) -> Version | None:
-    """Return ``version`` as an object that can be compared, or None if it is None or invalid."""
+    """Return ``version`` in a form that can be compared, or None if ``version`` is None or invalid."""
     try:
         return Version(version or "")
     except InvalidVersion:
@@ -55,21 +55,21 @@ class Assessment(Change):
 
 @dataclass(frozen=True)
 class Fix:
-    """A record in the catalogue. Each module of `te_graph_fixes.fixes` defines one fix.
+    """A record in the catalogue. Each module of `te_graph_fixes.fixes`, except ``shapes``, defines one fix.
 
     ``symptom`` is one line for ``te-graph-fixes status``. ``affects`` names the affected jobs and the options that
     trigger the bug. ``group`` is one of `GROUPS`. ``cost`` is the cost of the fix, if any. ``since`` is the first
-    release that is expected to have the bug, and ``merged`` is the first release with the upstream fix (None: there is
-    none). ``requires`` names other fixes. If one of them is disabled or cannot be applied, this fix is not applied.
-    ``check_hints`` are words that indicate this bug in the mismatches of a check.
+    tested release with the bug, and ``merged`` is the first release with the upstream fix (None: there is none).
+    ``requires`` names other fixes. If one of them is disabled or cannot be applied, this fix is not applied. If all
+    words of one of the ``check_hints`` fit a mismatch of a check, the check prints this fix as a likely cause.
 
     ``after`` names the fixes whose edits precede the edits of this fix at the same place. The order of all other edits
     at one place does not matter (tests/patching/test_order.py).
 
     ``patch`` is the text of the fix (`te_graph_fixes.patching.patch`). ``absent`` and ``corrected`` are further patches
     that only match and change nothing, each with a reason. A match of ``absent`` means that the source lacks the
-    feature, a match of ``corrected`` that it contains the upstream fix. A fix adds the support modules
-    (`te_graph_fixes.support`) that its patch imports. Edits that several fixes share are made once.
+    feature. A match of ``corrected`` means that the source contains the upstream fix, or is older than the bug. Edits
+    that several fixes share are made once. A fix also adds the support modules that its patch imports.
 
     ``id`` is the name of the fix's file, with hyphens. ``summary``, the links in ``upstream``, and the ``account`` are
     the paragraphs of that file's docstring (`described_by`).
@@ -107,7 +107,7 @@ class Fix:
         )
 
     def expected(self, version: str | None) -> Verdict | None:
-        """Return the expected verdict on a version (``applicable`` or ``not-needed``), or None if it is invalid."""
+        """Return the expected verdict (``applicable`` or ``not-needed``), or None if ``version`` is None or invalid."""
         if (found := parsed(version)) is None:
             return None
         is_older = found.release < Version(self.since).release
@@ -130,7 +130,7 @@ class Fix:
             return Assessment(Verdict.UNRECOGNIZED, f"reading the source failed: {type(error).__name__}: {error}")
 
     def _assess(self, source: Source) -> Assessment:
-        """Return the assessment. Raise `UnrecognizedError` if the source has both the bug and an upstream fix."""
+        """Return the assessment. Raise `UnrecognizedError` if both the patch and a ``corrected`` patch match."""
         for text, reason in self.absent:
             with contextlib.suppress(UnrecognizedError):
                 edits(source, text)

@@ -22,11 +22,11 @@ class Verdict(_Word):
     APPLICABLE = "applicable"
     """TransformerEngine has the bug, and the fix can be applied."""
     NOT_NEEDED = "not-needed"
-    """The bug is fixed by upstream, by the vendor, or by a bake of this package."""
+    """TransformerEngine is older than the bug, or its maintainers, a vendor or a bake of this package fixed the bug."""
     NOT_APPLICABLE = "not-applicable"
     """TransformerEngine lacks the feature that has the bug."""
     UNRECOGNIZED = "unrecognized"
-    """Neither the bug nor its upstream fix is in the source, so the fix changes nothing."""
+    """The source does not show whether TransformerEngine has the bug, so the fix changes nothing."""
 
 
 class Status(_Word):
@@ -72,7 +72,7 @@ class FixStatus:
 class Report:
     """The `FixStatus` of every fix, by its id. ``str(report)`` is a table.
 
-    ``te_version`` is None if TransformerEngine is not found or has no metadata. ``version`` is the version of
+    ``te_version`` is None if TransformerEngine is not found or its version is unknown. ``version`` is the version of
     te-graph-fixes. ``copies`` names modules that are copies of TransformerEngine's graph.py, which are not fixed.
 
     ``mode`` is ``memory``, ``baked``, ``off``, ``failed``, or ``pending`` before the import of TransformerEngine.
