@@ -32,7 +32,7 @@ def file_digest(path: str | Path) -> str | None:
 
 
 class BakeError(Exception):
-    """The error if a manifest is invalid, if the files of a baked TE do not match it, or if a bake or undo fails."""
+    """The error if a manifest is invalid, if a baked TE does not match it, or if a bake, an undo or a diff fails."""
 
 
 _TEXT, _DIGEST, _COMMA = r'"[^"\\\x7f]*"', '"[0-9a-f]{64}"', "(, )?"

@@ -1,9 +1,9 @@
 """Write the fixes into files of TransformerEngine (TE), into a folder for ``bake --overlay``, or as a diff.
 
-A bake in place first writes the manifest, and each new text next to its module. Then, for each module, it links the
-original, and renames the new text over the module. The added modules come first, because changed modules import them,
-and graph.py comes last, because its changes activate the changes of other modules. TE can therefore be imported after
-each rename, and its eager training does not change. An undo renames the originals to their modules, in reverse order.
+A bake in place first writes each new text next to its module. It then renames the manifest into place and, for each
+module, links the original and renames the new text over the module. Added modules come first, because changed modules
+import them, and graph.py comes last, because its changes activate the changes of other modules. TE can therefore be
+imported after each rename, and its eager training does not change. An undo renames the originals back in reverse order.
 It also runs after an error or a signal, and at the start of the next ``bake`` if a bake or an undo was killed.
 """
 
@@ -62,7 +62,7 @@ def unified(decision: Decision) -> Iterator[str]:
 
 @contextlib.contextmanager
 def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Lock TE's folder. If another process has locked it, call ``note``, and raise `BakeError` after a minute."""
+    """Lock TE's folder. If another process has locked it, call ``note`` and wait. Raise `BakeError` after a minute."""
     folder = os.open(location, os.O_RDONLY)
     try:
         for second in range(60):
@@ -81,7 +81,7 @@ def locked(location: Path, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _lock_holder(folder: int) -> str:
-    """Return the name of the process that has locked an open folder, or "another process" if it is not on this host."""
+    """Return "process N" for the process that has locked an open folder, or "another process" if N is unknown."""
     with contextlib.suppress(OSError):
         lock = rf" FLOCK .* (\d+) \S+:{os.fstat(folder).st_ino} "
         if found := re.search(lock, Path("/proc/locks").read_text()):
@@ -107,7 +107,7 @@ def undo(source: Source, force: bool = False) -> str:
     """Restore every changed module byte for byte, and delete the added modules and the other files of a bake.
 
     Return a message for the user, or "" if there is no manifest. If another TE was installed over the bake, its modules
-    stay. Raise `BakeError` if modules have changed since the bake, unless ``force`` discards these changes.
+    stay. Raise `BakeError` if an original is missing, or if modules have changed since the bake and ``force`` is false.
     """
     location, root = Path(source.location), Path(source.location).parent
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal ends the process only after the undo
@@ -136,7 +136,7 @@ def undo(source: Source, force: bool = False) -> str:
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:
-    """Write the new texts to a folder, with ``suffix`` after each name, and the mode and owner of files in ``root``."""
+    """Write the new texts to a folder, with ``suffix`` after each name. Copy mode and owner from files in ``root``."""
     for path, (before, after) in files.items():
         file, model = Path(f"{folder / path}{suffix}"), root / (path if before else f"{TE}/__init__.py")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The command line, except ``te-graph-fixes run``. No command imports torch or TransformerEngine (TE).
+"""The command line, except ``te-graph-fixes run``.
 
-The docstring of a command is its help text.
+No command imports torch or TransformerEngine (TE) into its own process. The docstring of a command is its help text.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _status(options: argparse.Namespace) -> int:
     """List the known bugs of TE, and whether they can be fixed.
 
     exit status: 0 every bug is fixed, can be fixed, or its fix is disabled; 1 a fix cannot be applied, or another
-      version of te-graph-fixes baked this TE; 2 no TE
+      version of te-graph-fixes baked this TE; 2 no TE, or an invalid variable
     example: te-graph-fixes status --source /usr/lib/python3/dist-packages
     """
     decision = _decision(options)
@@ -98,7 +98,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     """Print the fixes as one unified diff for `patch -p1`, all or none.
 
-    exit status: 0; 1 a needed fix cannot be applied; 2 no TE, or no such fix
+    exit status: 0; 1 a needed fix cannot be applied; 2 no TE, no such fix, or an invalid variable
     example: te-graph-fixes diff > te.patch
     """
     names = [name.strip() for word in options.fixes for name in word.split(",") if name.strip()]
@@ -118,7 +118,7 @@ def _bake(options: argparse.Namespace) -> int:
     """Write the fixes into TE's files, all or none, for example while you build an image.
 
     exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing;
-      --undo: see `te-graph-fixes status`); 2 no TE; 130 interrupted
+      --undo: see `te-graph-fixes status`); 2 no TE, or an invalid variable; 130 interrupted
     example: te-graph-fixes bake
     """
     if options.force and not options.undo:
@@ -158,8 +158,8 @@ def _check_bake(decision: Decision, where: str) -> int:
 def _bake_in_place(source: Source, where: str) -> str:
     """Bake the fixes into TE, and return a message for the user.
 
-    First undo an earlier bake that is outdated, incomplete or not intact. If TE could be imported before the bake, but
-    not after it, undo the bake.
+    First undo an earlier bake that is outdated, incomplete or not intact. If TE is the installed TE, and could be
+    imported before the bake but not after it, undo the bake.
     """
     settings, location = _settings(), Path(source.location)
     reading, earlier = read(source), Manifest.read(location)
@@ -283,7 +283,7 @@ def _decision(options: argparse.Namespace, settings: Settings | None = None) -> 
 
 
 def _settings() -> Settings:
-    """Read the settings from the environment, after printing a message for each unknown variable."""
+    """Return the settings from the environment, after printing a message for each unknown variable."""
     for text in unknown_variables():
         _note(text)
     return Settings.read()

@@ -34,7 +34,7 @@ def fixes_by_outcome(decision: Decision) -> dict[str, list[str]]:
 
 
 def summary_line(decision: Decision) -> str:
-    """Return one sentence with the number of known bugs in this TE and the number for each outcome."""
+    """Return a sentence: the number of bugs in this TE, in total and by outcome, or why no fix can be applied."""
     te, by_outcome = te_name(decision.source.version), fixes_by_outcome(decision)
     if decision.unusable_reason:
         return f"{te}: no fix can be applied: {decision.unusable_reason}"
@@ -108,7 +108,7 @@ def record(decision: Decision) -> dict[str, Any]:
 
 
 def explain(fix: Fix) -> Iterator[str]:
-    """Yield the lines of ``explain`` for one fix: a table, the explanation in the fix's docstring, and the patch."""
+    """Yield the lines of ``explain`` for one fix: summary, table, explanation (`Fix.account`) and patch."""
     rows = {
         "symptom": fix.symptom,
         "affects": fix.affects,
