@@ -39,7 +39,7 @@ class Options:
     def parse(cls, text: str, name: str = CHECK) -> "Options | None":
         """Parse a text such as ``on`` or ``N,layers=K,strict``. Return None for ``off``, ``0`` and an empty text.
 
-        Each part is optional. For any other text, raise a ValueError that names ``name``, its variable or option.
+        Each part is optional. Raise ValueError for any other text. ``name`` is the variable or option that contains it.
         """
         words = text.lower().replace(" ", "")
         if words in ("", "0", "off"):

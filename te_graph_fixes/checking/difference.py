@@ -8,9 +8,9 @@ CHUNK = 1 << 22  # elements compared at a time; each needs about 32 bytes of mem
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the difference, divided by the norm of ``expected``.
+    """Return the norm of the difference, divided by the norm of ``expected``, as a scalar tensor.
 
-    The result is a scalar tensor: 0.0 if the tensors are bit-identical, inf if their shapes differ. NaN equals NaN.
+    The result is 0.0 for equal tensors (NaN equals NaN), and inf if the shapes differ or the quotient is not finite.
     """
     total = torch.zeros(3, dtype=torch.float64, device=actual.device)
     if actual.shape != expected.shape:

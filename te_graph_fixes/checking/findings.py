@@ -80,7 +80,7 @@ class Check:
         atexit.register(self.finish)
 
     def enter(self, reference: Any, first: bool | None) -> bool:
-        """Begin a call of a callable, and a new step if the call starts one. Return whether to compare the call.
+        """Record a call of a callable, and begin a new step if necessary. Return whether to compare the call.
 
         ``first`` is the call's ``is_first_microbatch``. docs/check.md describes what begins a step.
         """
@@ -114,7 +114,7 @@ class Check:
             self._pending.append((1.0, subject, UNEQUAL.get(graphed, "is not expected")))
 
     def leave_out(self, index: int, reference: Any) -> None:
-        """Count a callable as not compared. Print the reason once for all modules of a class."""
+        """Count a callable as not compared. Print each reason once for all modules of a class."""
         self.totals["left out"] += self.is_new(("left out", index))
         if self.is_new((reference.name, reference.refusal)):
             names = f"callable {index} and others of class {reference.name}"
@@ -167,7 +167,7 @@ class Check:
             reference.changes = []
 
     def _print_mismatch(self, different: bool, alike: list[tuple[float, Subject, str]]) -> None:
-        """Print the largest of several mismatches whose texts differ only in the parameter's name."""
+        """Print the largest error of comparisons whose texts differ only in the parameter's name."""
         error, subject, text = max(alike, key=operator.itemgetter(0))
         difference = text or f"differs from the eager run (relative error {error:.3g})"
         line = f"step {subject.step}, callable {subject.callable} {subject.kind} {difference}"

@@ -31,7 +31,7 @@ class IsolatedParameters:
     """Parameters of the job without gradients and marks, and with a copy of their ``main_grad``, until `restore`.
 
     Until then, this object is also torch's autograd engine, which receives every backward, including the backwards of
-    reentrant checkpoints. It stores gradients in the ``.grad`` of the leaves, and does not accumulate them.
+    reentrant checkpoints. It adds gradients to the ``.grad`` of the leaves without running their AccumulateGrad nodes.
     """
 
     def __init__(self, parameters: Iterable[Any], retain_graph: bool) -> None:

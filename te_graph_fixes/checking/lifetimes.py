@@ -30,8 +30,8 @@ class Lifetimes:
     """The tensors in use in graph memory, and the detection of replays that overwrite them.
 
     Two kinds of tensors are in use: a parameter's ``.grad`` that is in graph memory, and a tensor that is being sent,
-    until the program has waited for the send. Sends are detected in the process group. `isend` itself cannot be
-    wrapped, because `batch_isend_irecv` compares the function of each operation with `isend` by identity.
+    until the program has waited for the send. Sends are detected in methods of the process group. `isend` itself cannot
+    be wrapped, because `batch_isend_irecv` compares the function of each operation with `isend` by identity.
     """
 
     def __init__(self, compare: Callable[..., None]) -> None:
@@ -74,7 +74,7 @@ class Lifetimes:
         return work
 
     def _wait(self, wait: Any, work: Any, args: Any, kwargs: Any) -> Any:
-        """Wait for a send or batch. Forget it and all earlier ones to its receiver, because these complete in order."""
+        """Wait for a send or batch. Forget it and the earlier sends to its receiver, because they complete in order."""
         result = wait(*args, **kwargs)
         if work in self._sends:
             handles, (receiver, _) = list(self._sends), self._sends[work]

@@ -205,7 +205,7 @@ class EagerReference:
 
     @contextmanager
     def _restored(self, run: Microbatch) -> Iterator[IsolatedParameters]:
-        """Yield the isolated parameters of the module in its state before ``run``, then restore the job's state."""
+        """Set the module to its state before ``run``, yield its isolated parameters, then restore the job's state."""
         with ExitStack() as stack:
             stack.callback(_restore, self._all_that_changes())
             for module in self.own:
@@ -233,7 +233,7 @@ class EagerReference:
         return modules + manager + parts + self.state()
 
     def _register(self, register: Any, fp8_meta: Values) -> None:
-        """Register a submodule's FP8 state with TE. Raise an error for others, as their state is not restored."""
+        """Register a submodule's FP8 state with TE. Raise `NotIsolatedError` for others, as they are not restored."""
         own = {id(part) for part in self.scaling().values()}
         if own.isdisjoint(map(id, fp8_meta.values())):
             raise NotIsolatedError("it runs a module in delayed scaling that is not one of its submodules")
