@@ -42,7 +42,7 @@ Texts = dict[str, tuple[str, str]]
 
 
 class InstallationError(Exception):
-    """An error in composing, compiling or installing changes. The message names the changes."""
+    """The error if changes conflict, or edit code outside functions. The message names the changes."""
 
 
 def patched(source: Source, changes: Changes) -> Texts:
@@ -287,7 +287,7 @@ def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
 
 
 def live_changes(source: Source, changes: Code) -> set[str]:
-    """Return the names of the changes whose functions this process runs.
+    """Return the names of the changes whose functions this process runs, or an empty set.
 
     Digests depend on Python's version. If a digest differs, the module's file is compiled to compare the code itself.
     """

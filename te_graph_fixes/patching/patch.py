@@ -52,7 +52,7 @@ def _fit(source: Source, alternatives: "Sequence[Hunk]") -> list[Edit]:
 
 @cache
 def read(text: str) -> "list[list[Hunk]]":
-    """Return a list for each hunk of a patch: the hunk and its alternatives. Raise `PatchError` for an invalid line."""
+    """Return the hunks of a patch, each in a list with its alternatives. Raise `PatchError` for an invalid line."""
     hunks: list[list[Hunk]] = []
     file = place = ""
     for header, lines in _sections(text):

@@ -28,7 +28,7 @@ class PatchError(ValueError):
 
 
 class Line(NamedTuple):
-    """A line of a hunk. ``mark`` is a blank, ``-`` or ``+``. ``number`` is the line number in the patch."""
+    """A line of a patch. ``mark`` is a blank, ``-``, ``+``, or ``@`` for ``@@``. ``number`` is the line's number."""
 
     mark: str
     text: str
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """The start or the end of a node of the pattern. For ``...``, the start is the first node in the gap."""
+    """The start or the end of a node of the pattern. For ``...``, it is the start of the first node in the gap."""
 
     node: Any
     edge: int
@@ -73,7 +73,7 @@ class Side:
         return None
 
     def text(self, start: int, end: int) -> str:
-        """Return the text between two offsets, without the indent of its first line."""
+        """Return the text between two offsets, with the first line's indent removed from the following lines."""
         text = self.module.text
         return text[start:end].replace("\n" + _indent_at(text, start), "\n")
 
@@ -159,7 +159,7 @@ def _replace_expression(before: Any, new: Side, after: Any) -> list[Replacement]
 
 
 def _insert_items(before: Any, new: Side, after: Any) -> list[Replacement]:
-    """Return a replacement that adds items to a `with`, before the next item or at the end, or [] for other changes."""
+    """Return the replacement, in a list, that adds adjacent items to a `with`, or [] for other differences."""
     if not (isinstance(before, ast.With) and isinstance(after, ast.With)):
         return []
     count, span = len(after.items) - len(before.items), new.module.span
