@@ -88,8 +88,8 @@ class _Activation:
         and ``TE_GRAPH_FIXES_STRICT``. Selecting a fix also selects the fixes that it requires. Disabling a fix also
         disables the fixes that require it. A second call reverts the fixes and starts over with the new settings.
 
-        Raise ValueError for an unknown id or value. In strict mode, raise `FixNotAppliedError` if a needed fix cannot
-        be applied. TE is then unchanged.
+        Raise ValueError for an unknown id or value, and RuntimeError if this thread is importing TE. In strict mode,
+        raise `FixNotAppliedError` if a needed fix cannot be applied. TE is then unchanged.
         """
         settings = Settings.read(only, disable, strict)
         try:
@@ -182,7 +182,7 @@ class _Activation:
             self._reset()
             try:
                 self._install(settings)
-            except Exception as error:  # this package's bugs must not break the import of TE
+            except Exception as error:  # except in strict mode, no error of this package may break TE's import
                 self._uninstall()
                 self._failure = f"nothing was changed: {type(error).__name__}: {error}"
             report = self._report_if_off() if settings.off else self.report()
@@ -337,7 +337,7 @@ def loaded(name: str) -> bool:
 
 
 def _captured_graphs() -> int:
-    """Return the number of graphs that TE has captured. TE defines a subclass of `Function` for each graph."""
+    """Return the number of graphed callables that TE has created. TE defines a subclass of `Function` for each."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     classes: list[type] = function.__subclasses__() if isinstance(function, type) else []
     return sum(function_class.__module__ == f"{PACKAGE}.graph" for function_class in classes)

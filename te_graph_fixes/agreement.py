@@ -20,8 +20,8 @@ def require_same_on_all_ranks(group: Any = None, digest: str | None = None) -> N
 
     Call it on all ranks, after the import of TransformerEngine and ``init_process_group``. A rank without fixes, as
     with ``TE_GRAPH_FIXES=off``, misses all of them. If ``digest`` is not None, it is the `Report.digest` that each rank
-    must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 8 bytes, and
-    sends details only before an error.
+    must have. ``group`` is a process group of torch, or None for the default group. Each rank sends 8 bytes. Before an
+    error, some ranks also send details.
 
     Raise ValueError if there is no process group, if this process is outside ``group``, or if ``digest`` is malformed.
     """
@@ -73,7 +73,7 @@ def _details_of(rank: int, details: dict[str, Any], group: Any) -> dict[str, Any
 
 
 def _difference(ranks: Sequence[Sequence[int]], details: Sequence[Mapping[str, Any]]) -> str:
-    """Return an error text. Each line names ranks with equal fixes and how they differ from the ranks listed first."""
+    """Return the error text: a heading, and for each group of ranks a line with its differences from the first."""
     usual = {*details[0]["active"]}
     lines = [f"The fixes are not the same, or not complete, on all ranks ({sum(map(len, ranks))} in the group):"]
     for same, found in zip(ranks, details, strict=False):

@@ -12,11 +12,11 @@ _printed: set[str] = set()
 
 
 class FixNotAppliedError(RuntimeError):
-    """The error if a needed fix cannot be applied in strict mode, or if ranks do not have the same fixes."""
+    """The error of `require_same_on_all_ranks`, and of strict mode, for example if a needed fix cannot be applied."""
 
 
 class TEGraphFixesWarning(UserWarning):
-    """A warning that graphs may be wrong, or that a setting has no effect. The message contains the remedy."""
+    """A warning that graphs may be wrong, or that a setting has no effect."""
 
 
 def problem_summary(report: Report) -> str:

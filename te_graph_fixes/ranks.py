@@ -25,7 +25,7 @@ def rank() -> str | None:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process is the first rank of its host, or was started without a launcher."""
+    """Return whether this process has no launcher, or is rank 0 of its host (of its job, if that rank is not set)."""
     return (_first_set(_RANKS.values()) or rank()) in (None, "0")
 
 

@@ -16,7 +16,7 @@ VERBOSE = "TE_GRAPH_FIXES_VERBOSE"
 VARIABLES = (SWITCH, DISABLE, STRICT, CHECK, VERBOSE)
 
 UPSTREAM = "upstream"
-"""The value of `SWITCH` that selects the fixes for bugs that upstream has fixed in a later release."""
+"""The value of `SWITCH` that selects the fixes for bugs fixed in a later release of TransformerEngine."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def disabled_by(self) -> str:
-        """The names of the environment variables that disable fixes."""
+        """The names of the environment variables that disable fixes, joined by "and", or "" if none does."""
         is_used = {SWITCH: self.only is not None, DISABLE: bool(self.disable)}
         return " and ".join(name for name in is_used if is_used[name])
 
