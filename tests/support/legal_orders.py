@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from tests.verify.cases import PIPELINED
 
-# The result of get_overlap_moe_expert_parallel_comm_order in Megatron-Core 0.16.1 for the first of 2 stages, 2 model
-# chunks of 1 and 2 layers, and 4 microbatches. In this order, TransformerEngine reuses a set of inputs too early.
+# The result of get_overlap_moe_expert_parallel_comm_order in Megatron-Core 0.16.1 for the last of 2 stages, 2 model
+# chunks of 2 and 1 layers, and 4 microbatches. In this order, TransformerEngine reuses a set of inputs too early.
 UNEVEN = [
     *(1, 2, 1, 2, 3, 3, 1, -3, 2, -3.5, 1, -3, 2, -3.5, 3, -2, -2.5, -1, -1.5, 3, -2, -2.5, -1, -1.5),
     *(-3, -3.5, -3, -3.5, -2, -2.5, -1, -1.5, -2, -2.5, -1, -1.5),

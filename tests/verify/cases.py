@@ -64,7 +64,7 @@ UNEVEN_SENDS = (
 )
 """The schedule of the first of two pipeline stages, with three model chunks, and six microbatches in groups of four."""
 INTERLEAVED = (1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1)
-"""The schedule of one of two pipeline stages, with two chunks and four microbatches."""
+"""The schedule of the first of two pipeline stages, with two chunks and four microbatches."""
 
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
 
