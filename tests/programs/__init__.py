@@ -2,8 +2,8 @@
 
 ``python -m tests.simulator -m tests.programs [MODULE ...]`` runs the programs of the named modules of this folder (by
 default, of all modules), and prints their outcomes. A program is called with a function ``capture``, which takes the
-arguments of `make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves, once
-for each sample. The tensors that a program yields must be equal with graphs and in eager training.
+arguments of `make_graphed_callables`. ``capture`` returns graphs or, in eager training, the modules themselves (a tuple
+of modules once for each sample). The tensors that a program yields must be equal with graphs and in eager training.
 
 Programs that consist of options are in tests/verify/cases.py, because they also run on GPUs. Random programs are in
 tests/explore. A program that compares anything but tensors is in the test that runs it.

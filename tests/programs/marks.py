@@ -42,7 +42,7 @@ class Marked(torch.nn.Module):
 
 
 def marked_steps(by_class, capture):
-    """Set the flag before each step. The capture must not clear the flag, and `Marked.other` must cache no weights."""
+    """Set the flag for first microbatches. The capture must not clear it, and `Marked.other` must cache no weights."""
     layer, options = Marked(by_class), options_of("delayed")
     inputs = random(5, 32, 32, grad=False) * torch.arange(1, 6, device="cuda").view(5, 1, 1)
     capture(layer, (inputs[0].clone().requires_grad_(),), **options)

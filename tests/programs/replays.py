@@ -415,7 +415,7 @@ INPLACE = {
     "buffer changed in the forward": changed_buffer,
     "statistics changed in the forward": changed_statistics,
 }
-"""Programs whose eager runs fail too, because a tensor for the backward was changed in place."""
+"""Programs that raise autograd's error for a tensor that was changed in place, some of them only with graphs."""
 ONE_BACKWARD = "runs one backward for each forward"
 RAISES = {
     "several losses of trained experts": (partial(several_losses_of_experts, is_trained=True), ONE_BACKWARD),

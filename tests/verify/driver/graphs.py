@@ -130,7 +130,7 @@ class Captured:
             weights = fused(layer)
             for parameter, main_grad in zip(weights, make_main_grads(weights), strict=True):
                 parameter.main_grad = main_grad
-                if program.warmup_hook and self.graphed and number >= 0:  # -1 is a layer of an event
+                if program.warmup_hook and self.graphed and number >= 0:  # -1 stands for the layer of an event
                     parameter.main_grad.fill_(7.0)
                 parameter.grad_added_to_main_grad = False
         if program.takes_grads:
@@ -152,7 +152,7 @@ class Captured:
     def hook(self, number: int, parameter: Any) -> None:
         """Register a hook on a parameter.
 
-        The hook records only the number of the layer, because the order of the hooks within a layer may vary.
+        Its calls are recorded by the number of the layer, because the order of the hooks within a layer may vary.
         """
 
         def hook(grad: torch.Tensor) -> Any:
@@ -288,7 +288,7 @@ REPLACED = ("forward", "backward_dw", "reset")
 
 
 def restore(module: Any, before: dict[str, Any]) -> None:
-    """Restore a module's attributes to their values before a capture."""
+    """Restore the attributes `REPLACED` of a module to their values in ``before``, and delete the others."""
     for name in REPLACED:
         vars(module).pop(name, None)
         if before.get(name) is not None:

@@ -22,11 +22,11 @@ class Program:
     fp8_params: bool = False  # weights are in FP8
     fp8_attention: bool = False  # attention is in FP8 too; torch operations emulate its rounding
     built_without_grad: bool = False
-    # The use of `is_first_microbatch`. "marked": modules have this attribute, and a forward clears it. "cached": in
-    # addition, graphs cache weights. "set": the training loop sets the attribute for each microbatch, and no forward
-    # clears it. "class": like "set", but the attribute belongs to the class, and is False in the capture. "property":
-    # like "set", but the attribute is a property without a setter, so the loop sets the value that it returns. "own":
-    # modules always use the FP8 weights of their first forward.
+    # The use of `is_first_microbatch`. "plain": none. "marked": modules have this attribute, and a forward clears it.
+    # "cached": in addition, graphs cache weights. "set": the training loop sets the attribute for each microbatch, and
+    # no forward clears it. "class": like "set", but the attribute belongs to the class, and is False in the capture.
+    # "property": like "set", but the attribute is a property without a setter, so the loop sets the value that it
+    # returns. "own": modules always use the FP8 weights of their first forward.
     weights: str = "plain"
     frozen: tuple[int, ...] = ()  # the numbers of layers that are not trained
     in_bf16: tuple[int, ...] = ()  # the numbers of layers without FP8
@@ -59,7 +59,7 @@ class Program:
     wgrad_hooks: bool = False  # modules with delayed wgrads call hooks after each wgrad
     clears_marks: bool = False  # ``grad_added_to_main_grad`` of weights is cleared after a step, as Megatron-FSDP does
     drops_dummies: bool = False  # the ``.grad`` of a weight with a ``main_grad`` is dropped after each dgrad
-    keeps_grads: bool = False  # after a step, each ``.grad`` is zeroed, not dropped
+    keeps_grads: bool = False  # after a step, each ``.grad`` is zeroed, not dropped, unless the wgrad is fused
     sends: tuple[int, ...] = ()  # the chunks that begin a model chunk and send their input grads
     tracker: bool = False  # dropout draws from an RNG tracker
     fit: bool = False  # every step has the same inputs and targets, and a squared-error loss

@@ -279,9 +279,9 @@ class Training(Captured):
 class Sends:
     """The input grads that a step sends to the previous pipeline stage. They are read as late as Megatron-Core allows.
 
-    Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward. The first
-    stage sends nothing for its first chunk. In the cooldown, Megatron-Core waits for each send immediately, and thereby
-    for all earlier sends. ``overlap_p2p_comm_warmup_flush`` is assumed to be off.
+    Megatron-Core waits for a send after issuing the next model chunk's backward and the overlapping forward. A program
+    whose first chunk sends nothing is the first stage. In its cooldown, Megatron-Core waits for each send immediately,
+    and thereby for all earlier sends. ``overlap_p2p_comm_warmup_flush`` is assumed to be off.
     """
 
     def __init__(self, order: Sequence[float]) -> None:
