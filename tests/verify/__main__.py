@@ -20,7 +20,7 @@ from .cases import select
 
 _EXIT_STATUS = """\
 exit status: 0 with the fixes, every replay is bit-identical to eager training; 1 a replay differs or was not measured;
-  2 no TE, no GPU, or no such fix or case; 3 this TE cannot run some cases, and all other cases pass
+  2 no TE, no GPU, an invalid setting, or no such fix or case; 3 this TE cannot run some cases, and all other cases pass
 example: python -m tests.verify --quick
 """
 

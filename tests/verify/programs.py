@@ -24,8 +24,8 @@ def compare(breaks: bool = False, refusal: str = "", **options: Any) -> dict[str
     """Run a `Program` with these ``options``, eagerly and with graphs, and return the measures of a `Case`.
 
     ``errors`` are relative errors by kind of result, and ``wgrad_norm`` are the norm ratios of the wgrads in each step.
-    A program that ``breaks`` a replay precondition may raise the corresponding error. If ``refusal`` is not empty, the
-    program must raise an error that matches this regular expression.
+    A program that ``breaks`` a replay precondition may raise the corresponding error. With a ``refusal``, it must raise
+    an error that matches this regular expression. If it raises the error, ``message`` is the text.
     """
     try:
         graphed, eager = _both(options)

@@ -179,7 +179,7 @@ class Child:
 def environment(switch: str) -> dict[str, str]:
     """Return the environment of a child process that runs without or, if ``switch`` is `WITH`, with the fixes.
 
-    With the fixes, the user's settings apply, but if they turn the fixes off, all fixes are selected.
+    With the fixes, the user's settings apply, but ``on`` replaces a setting that turns all fixes off.
     """
     if switch == WITHOUT:
         return {**os.environ, SWITCH: "off"}
@@ -195,9 +195,9 @@ def measure(
 ) -> list[Row]:
     """Run ``cases`` without and with the fixes, and return a row for each.
 
-    For each of the ``switches``, ``command`` starts ``workers`` // 2 processes, but at least one. By default,
-    ``workers`` is the number of CPUs, but at most 8. A baked TransformerEngine cannot run without the fixes, so its
-    ``switches`` are only `WITH`. Progress is printed to stderr.
+    For each of the ``switches``, ``command`` starts ``workers`` // 2 processes, but at least one and at most one per
+    case. By default, ``workers`` is the number of CPUs, but at most 8. A baked TransformerEngine cannot run without the
+    fixes, so its ``switches`` are only `WITH`. Progress is printed to stderr.
     """
     number = min(max(1, (workers or min(8, os.cpu_count() or 1)) // 2), len(cases))
     children = [(switch, Child(environment(switch), command)) for switch in switches for _ in range(number)]
@@ -259,8 +259,8 @@ def no_gpu() -> str | None:
 def verify(cases: Sequence[Case], as_json: bool = False, limit: float = LIMIT, baked: bool = False) -> int:
     """Run ``cases``, and print the table or JSON. If ``baked`` is true, run them only with the fixes in TE's files.
 
-    Return the exit status. It is 0 if, with the fixes, every case that this GPU can run is bit-identical to eager
-    training. It is `COULD_NOT_RUN` if this TE cannot run some cases and the rest are bit-identical. Otherwise it is 1.
+    Return the exit status. It is 0 if, with the fixes, all cases are bit-identical to eager training or skipped. It is
+    `COULD_NOT_RUN` if this TE lacks a name that some cases import, and all other cases pass. Otherwise it is 1.
     """
     start = time.perf_counter()
     if baked:

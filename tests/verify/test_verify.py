@@ -219,7 +219,7 @@ def test_te_that_does_not_import_is_said_for_each_case(tmp_path: Path) -> None:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, without: Outcome, with_fixes: Outcome) -> None:
-    """Replace `runner.measure`, so that each case gets these outcomes without a run."""
+    """Replace `runner.no_gpu` and `runner.measure`, so that each case gets these outcomes without a run."""
     monkeypatch.setattr(runner, "no_gpu", lambda: None)
     monkeypatch.setattr(runner, "measure", lambda cases, *_, **__: [Row(case, without, with_fixes) for case in cases])
 
