@@ -68,7 +68,7 @@ LEFT_OUT = {
     "left out a parameter added afterwards": "parameters were added to it after its capture",
     CHECKPOINTED: "te.checkpoint runs it a second time, with the FP8 scales of an earlier step",
 }
-"""The reason why the check leaves out the module, by training."""
+"""For each training, the reason why the check leaves out the module."""
 
 
 def trainings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ BUGS = {
     "param-grad-lifetime": "plain-grad",
     "stale-fp8-weights": "other-module-first",
 }
-"""Some of the bugs that a check can find, each with a case of `verify` that has the bug."""
+"""Fixes whose bugs the check can find, each with a case of `verify` in which the bug occurs."""
 EARLIER_GRAD = {**PLAIN, "modules": ("layernorm_mlp",), "reuse": True}
 """The options of a program in which a replay overwrites the ``.grad`` of an earlier microbatch."""
 
@@ -209,7 +209,7 @@ def loop(
     check: str = "2",
     fixes: str = "on",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `LOOP`, which trains four layers, with these lines and settings, and return the completed process."""
+    """Run `LOOP`, which trains four layers, with the given lines and settings. Return the completed process."""
     program = first + LOOP
     for place, text in {"BEFORE": before, "STEPS": str(steps), "IN_STEP": in_step, "AFTER": after}.items():
         program = program.replace(place, text)
@@ -265,7 +265,7 @@ def test_ranks_with_different_fixes_are_an_error() -> None:
 
 
 def test_a_process_that_the_job_starts_prints_no_result_of_its_own() -> None:
-    """A process that the job starts, for example to write checkpoints, may import TE, but must not print a result."""
+    """Such a process, for example one that writes checkpoints, may import TE."""
     program = "from tests.simulator import install; install(); import te_graph_fixes, transformer_engine.pytorch"
     done = loop(first="import subprocess\n", after=f"subprocess.run({[sys.executable, '-c', program]}, check=True)")
     assert done.returncode == 0, done.stderr
@@ -293,7 +293,7 @@ for layer in layers:
 """
 OVERLAPPED = """
 for layer in layers:
-    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # idle, because real buffers need several GPUs
+    layer.idle = te.Linear(32, 32, **options).requires_grad_(False)  # never runs, as its buffers need several GPUs
     layer.idle.ub_bulk_wgrad = True
 """
 
@@ -475,7 +475,7 @@ sample = lambda: torch.randn(16, 32, dtype=torch.bfloat16, device="cuda", requir
 
 
 def on_two_ranks(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in two ranks of torchrun under ``te-graph-fixes run --check=2``."""
+    """Run a program in two ranks of torchrun under `run --check=2`, and return the completed process."""
     job = folder / "job.py"
     job.write_text(SETUP + program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", job]
@@ -529,7 +529,7 @@ dist.destroy_process_group()  # The check is still in its last step.
 
 @pytest.mark.full
 def test_one_report_for_all_ranks(tmp_path: Path) -> None:
-    """Two ranks of torchrun under `run --check` exchange results through gloo, and print one report per check."""
+    """Two ranks of torchrun under `run --check` exchange results through gloo. Each check must print one summary."""
     done = on_two_ranks(RANKS, tmp_path)
     assert done.returncode == 0, done.stderr
     ends = [i for i, line in enumerate(lines(done)) if " tensors on 2 ranks" in line]

@@ -173,5 +173,5 @@ for firsts in ((False, False, True, False), (True, False, True, False)):
 
 
 def test_a_replay_quantizes_cached_weights_only_in_first_microbatches() -> None:
-    """After a capture without a warmup, replays must reuse the weights that the module cached before the capture."""
+    """Until a new first microbatch, replays must reuse the weights that the module cached before the capture."""
     run_program(CACHED)

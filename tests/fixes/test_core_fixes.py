@@ -1,6 +1,6 @@
-"""Test three bugs on the simulator. Without the fixes, the same steps must be wrong as on an H200.
+"""Test three fixes on the simulator. Without them, the same training steps must be wrong as on an H200.
 
-The tests use cases of ``python -m tests.verify``. These run three steps of three microbatches through one graph. Wgrads
+The tests use cases of ``python -m tests.verify``, which run three steps of three microbatches through one graph. Wgrads
 are fused into ``main_grad``, and the weights are updated after each step.
 """
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.te
 
 SKIP_FLAG, WARMUP, ACCESSORS = "grouped-linear-skip-flag", "warmup-reset", "skip-flag-accessors"
 APPLIED = {SKIP_FLAG, WARMUP, ACCESSORS, "stale-fp8-weights", "param-grad-lifetime"}
-"""The fixes of the three bugs, and the fixes that `warmup-reset` requires."""
+"""The three tested fixes, and the fixes that `warmup-reset` requires."""
 
 CASES = (
     *("experts-fp8-delayed", "experts-fp8-current", "experts-bf16"),

@@ -1,4 +1,4 @@
-"""Test delayed scaling on the simulator: eager training, recomputation, first FP8 modules, and other threads."""
+"""Test delayed scaling on the simulator: eager training, recomputation, first modules of autocasts, other threads."""
 
 from __future__ import annotations
 

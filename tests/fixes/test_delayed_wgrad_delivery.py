@@ -17,7 +17,7 @@ FIX = CATALOGUE["delayed-wgrad-delivery"]
 ALONE = f"{FIX.id},{','.join(FIX.requires)}"
 MINOR = published.te("installed").minor
 ORDER = [1, 1, -1, -1] if MINOR == 10 else [1, 1, -1, -1.5, -1, -1.5]
-"""An order with wgrads. TE 2.10 accepts only integers, so it captures each wgrad right after its dgrad."""
+"""An order with wgrads, except on TE 2.10, which accepts only integers and captures each wgrad after its dgrad."""
 
 
 KEPT = """
@@ -121,7 +121,7 @@ print(json.dumps({" ".join(map(str, each)): train(*each, os.environ["GRAPHED"] =
 
 
 def trainings(setting: str, graphed: str) -> dict[str, list[str | None]]:
-    """Run the programs. Return digests of all gradients of each program, with None for a missing gradient."""
+    """Run the programs. Return digests of each program's gradients, with None for missing gradients and dummies."""
     output = run_program(TRAININGS, TE_GRAPH_FIXES=setting, GRAPHED=graphed)
     found: dict[str, list[str | None]] = json.loads(output.splitlines()[-1])
     return found
@@ -133,10 +133,7 @@ def te_alone() -> dict[str, list[str | None]]:
 
 
 def test_eager_training_is_as_without_the_fixes(te_alone: dict[str, list[str | None]]) -> None:
-    """The fixes must not change gradients of eager training.
-
-    Some programs add up the gradients themselves, because TE's eager `backward_dw` replaces ``.grad``.
-    """
+    """Some programs add up the gradients themselves, because TE's eager `backward_dw` replaces ``.grad``."""
     assert trainings("on", "no") == te_alone
 
 

@@ -1,4 +1,4 @@
-"""Test the error and the skip flag of a failed capture on the simulator. Cases of `verify` test the other state."""
+"""Test the error and the skip flag of a failed capture on the simulator. Cases of `verify` test all other state."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.support.megatron_orders import interleaved, layer_wise
 
 @dataclass
 class Stage:
-    """A pipeline stage and its schedules: a chunk of `model_order` is a model chunk, a chunk of `order` is a layer."""
+    """A pipeline stage and its schedules. Chunks of `model_order` are model chunks, chunks of `order` are layers."""
 
     stages: int
     stage: int
@@ -47,7 +47,7 @@ def stages(draw: st.DrawFn) -> Stage:
 
 
 def released_before(order: Sequence[float], releases: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, int]:
-    """Return, by the position of each dgrad, the position of the entry before which its grad input is released."""
+    """Return the position of the entry before which each released grad input is released, by its dgrad's position."""
     microbatches = sum(entry == 1 for entry in order)
     first = [microbatches * before for before in accumulate(layers, initial=0)]
     seen = [0] * len(layers)
@@ -69,7 +69,7 @@ def te_rule(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
 
 
 def last_reads(order: Sequence[float], layers: Sequence[int]) -> dict[int, int]:
-    """Return, by the position of each dgrad, the position of the entry before which Megatron has read its grad input.
+    """Return, like `released_before`, the position of the first entry after Megatron's last read of each grad input.
 
     Within a model chunk, the layer below reads a grad input at the next dgrad. The grad input of a model chunk's first
     layer is sent to the previous stage. Megatron waits for this send in the step of the next model chunk's backward,

@@ -200,7 +200,7 @@ def test_wgrad_that_no_module_delays() -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("order", [NAMED[name] for name in sorted(NAMED)], ids=sorted(NAMED))
 def test_a_constant_of_all_microbatches_and_layers_stays_one_tensor(order: list[float], reuse: bool) -> None:
-    """As in TE alone, all microbatches and layers must share a constant, such as Megatron-Core's rotary table."""
+    """As without the fixes, all microbatches and layers must share a constant, such as Megatron-Core's rotary table."""
     plan = plan_of(order)
     constant = Tensor(requires_grad=False)
     forwards = [position for position, entry in enumerate(plan.entries) if entry.kind == FORWARD]

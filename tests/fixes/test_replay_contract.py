@@ -1,4 +1,4 @@
-"""Test that programs which break a replay precondition compute correct numbers or raise an error.
+"""Test that programs that break a replay precondition compute correct numbers or raise an error.
 
 Most programs are cases of ``python -m tests.verify``. All run on the simulator.
 """
@@ -61,7 +61,7 @@ UNAFFECTED = {
 
 @functools.cache
 def run(disable: str) -> dict[str, Any]:
-    """Run the cases on the simulator, without the fixes in ``disable``, and return the results by case."""
+    """Run `CONTRACT` or, without the fixes in ``disable``, `ALONE` on the simulator. Return the results by case."""
     cases = ALONE if disable else CONTRACT
     done = on_simulator("-m", "tests.verify.child", *cases, TE_GRAPH_FIXES_DISABLE=disable)
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -48,10 +48,7 @@ def test_an_equal_recipe_object_initializes_no_module() -> None:
 
 
 def test_attention_in_another_recipe_is_refused_before_its_state_changes() -> None:
-    """A replay in current scaling raises an error before any state changes.
-
-    In current scaling, attention has an amax history of 1 entry. In the capture, in delayed scaling, it had 4 entries.
-    """
+    """In current scaling, attention has an amax history of 1 entry. In the capture, in delayed scaling, it had 4."""
     error, changed = run_program(ATTENTION, NVTE_MASKED_SOFTMAX_FUSION="0", **EMULATED).splitlines()[-2:]
     assert "captured with a DelayedScalingRecipeState of 4 entries" in error
     assert "replayed with a DelayedScalingRecipeState of 1 entries" in error

@@ -5,12 +5,12 @@
 A TRAINING is one of these:
 
 - the options of a `Program` as JSON, or the name of a case of `verify`
-- a text that begins with ``held by``, ``written`` or ``left out``: all trainings below whose names begin with the text
+- a text that begins with a member of `SETS`, such as ``held by a``: all trainings below whose names begin with the text
 - ``others``: all trainings below whose names begin differently
 
 ``--without`` disables the named fixes, and ``--without all`` disables every fix. The trainings below exist because
-`Program` cannot describe them. Each line contains the mismatches, the number of compared tensors, whether the check
-ended by itself, and whether training without the check is bit-identical.
+`Program` cannot describe them. Each line contains the mismatches with their likely causes, the reasons for modules that
+were left out, the check's totals, whether it ended by itself, and whether training without it is bit-identical.
 """
 
 from __future__ import annotations
@@ -240,14 +240,14 @@ def a_copy_in_another_type(module: Any) -> Any:
 
 
 def another_submodule(module: Any) -> Any:
-    """Return a forward that calls a new submodule, which shares a parameter with ``module``."""
+    """Return a function that calls a new submodule, which shares a parameter with ``module``."""
     module.other = Module(lambda other, x: other.b(x) * other.scale)
     module.other.scale = module.scale
     return lambda x: module.other(x)
 
 
 def a_module_in_a_list(module: Any) -> Any:
-    """Return a forward that calls a frozen module in a list."""
+    """Return a function that calls a frozen module in a list."""
     module.held = [te.Linear(32, 32, **OPTIONS).requires_grad_(False)]
     return lambda x: module.held[0](x) * module.scale
 
@@ -299,7 +299,7 @@ SUMS: dict[str, Any] = {}
 
 
 def a_global_sum(module: Any) -> Any:
-    """Return a forward that adds to a global tensor, as Megatron-Core's tracker of auxiliary losses does."""
+    """Return a function that adds to a global tensor, as Megatron-Core's tracker of auxiliary losses does."""
     SUMS["loss"] = torch.zeros(2, 3, device="cuda")
 
     def use(x: Any) -> Any:
@@ -311,7 +311,7 @@ def a_global_sum(module: Any) -> Any:
 
 
 def a_sum_in_the_backward(module: Any) -> Any:
-    """Return a forward that registers a hook. In the backward, the hook adds to a global tensor."""
+    """Return a function that registers a hook. In the backward, the hook adds to a global tensor."""
     SUMS["grad"] = torch.zeros(32, device="cuda")
 
     def add(grad: Any) -> None:
@@ -327,11 +327,11 @@ def a_sum_in_the_backward(module: Any) -> Any:
 
 
 HELD = (a_closure, a_view, a_copy_in_another_type, another_submodule, a_module_in_a_list)
-"""Functions that return a forward. Each forward refers to its module or a parameter in a different way."""
+"""The values of ``hold`` whose functions refer to the module or its parameter in different ways."""
 WRITTEN = (a_global_sum, a_sum_in_the_backward)
-"""Functions that return a forward. Each forward, or its hook, writes to global tensors."""
+"""The values of ``hold`` whose functions, or hooks of these functions, write to global tensors."""
 LEFT_OUT = (a_buffer, a_main_grad_in_a_closure, a_fused_module_in_a_list, an_fp8_module_in_a_list)
-"""Functions that return a forward. The check cannot isolate these forwards, or must restore their changes."""
+"""The values of ``hold`` with which the check leaves out the module."""
 CHECKPOINTS: dict[str, Callable[..., Any] | None] = {
     "": None,
     " in a checkpoint of TE": te.checkpoint,

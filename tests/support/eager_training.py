@@ -1,8 +1,8 @@
 """Log all calls to torch and to TransformerEngine's (TE) extension in eager training of the modules that fixes edit.
 
 ``python -m tests.simulator -m tests.support.eager_training FUNCTIONS [PART]`` prints a line of JSON for each program:
-a digest of its operations and a digest of its results. ``FUNCTIONS`` is a JSON list of pairs of module and name. The
-last line lists the ``FUNCTIONS`` that ran. PART, such as ``2/7``, selects every seventh program from the second on.
+its options, and digests of its operations and its results. ``FUNCTIONS`` is a JSON list of pairs of module and name.
+The last line lists the ``FUNCTIONS`` that ran. PART, such as ``2/7``, selects every seventh program from the second on.
 ``FULL_LOG=1`` prints every operation, and the name and digest of every result, instead of the two digests.
 """
 

@@ -29,7 +29,7 @@ def delivered() -> dict[str, Any]:
 
 
 def left_after_reset() -> int:
-    """Return the number of tensors of the weight's shape after the reset of a graph with delayed wgrads."""
+    """Return how many tensors of the weight's shape exist after the reset of a graph with delayed wgrads."""
     layer = te.Linear(64, 48, params_dtype=torch.bfloat16, device="cuda", delay_wgrad_compute=True)
     te.make_graphed_callables(layer, (ones(),))
     layer.reset()
@@ -42,7 +42,7 @@ def delayed_experts() -> dict[str, Any]:
     from transformer_engine.pytorch.module import grouped_linear as modules
     from transformer_engine.pytorch.ops.basic import grouped_linear as operations
 
-    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # by default, only on Blackwell
+    modules.is_module_grouped_tensor_path_supported = lambda *_: True  # TE returns True only on Blackwell
     operations.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
     found: dict[str, Any] = {}
     for kind, made, options in (
@@ -107,7 +107,7 @@ def left_by_a_capture() -> tuple[int, bool]:
 
 
 def kept_in_recomputations() -> list[float]:
-    """Capture a layer with cached weights, then one that recomputes. Return norms of its second microbatch's dgrads."""
+    """Capture a layer with cached weights, then a recomputing one. Return the latter's last dgrad norm in each step."""
 
     class Layer(te.Linear):
         def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -215,9 +215,9 @@ def weights_held_after_reset() -> int:
 
 
 def main_grads_after_hooks() -> list[str]:
-    """Return the means of ``main_grad`` after captures with a warmup hook.
+    """Return the means of ``main_grad`` after two captures with a warmup hook. TE before 2.14 has none, so return [].
 
-    The second hook zeroes ``main_grad``. TE before 2.14 has no such hooks, so the result is [].
+    The ``pre_warmup_hook`` of the first does nothing. The ``post_warmup_hook`` of the second zeroes ``main_grad``.
     """
     if "post_warmup_hook" not in inspect.signature(te.make_graphed_callables).parameters:
         return []

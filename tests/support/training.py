@@ -29,7 +29,7 @@ BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 def random(*shape: int, grad: bool = True, **options: Any) -> torch.Tensor:
-    """Return a tensor of normally distributed numbers, by default in BF16 and of shape 32 x 32."""
+    """Return normally distributed numbers, by default in BF16, of shape 32 x 32, and with ``requires_grad``."""
     return torch.randn(*(shape or (32, 32)), **{**BF16, **options}, requires_grad=grad)
 
 
