@@ -1,4 +1,1 @@
-"""Run random programs with graphs and eagerly, and compare the results: ``python -m tests.explore``.
-
-docs/maintainers/explorer.md describes the command.
-"""
+"""Run random programs with graphs and eagerly, and compare the results. See docs/maintainers/explorer.md."""

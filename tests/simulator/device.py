@@ -60,7 +60,6 @@ def install() -> None:
 
 
 def replace(owner: Any, **values: Any) -> None:
-    """Set the attributes ``values`` of ``owner``, a module or a class."""
     for name, value in values.items():
         setattr(owner, name, value)
 

@@ -41,7 +41,6 @@ class Generator(torch.Generator):
 
     @classmethod
     def of(cls, state: State) -> Generator:
-        """Return a generator that has ``state``."""
         generator = cls()
         generator.state = state
         return generator

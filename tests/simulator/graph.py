@@ -38,8 +38,6 @@ class GraphError(RuntimeError):
 
 
 class CUDAGraph:
-    """A stand-in for ``torch.cuda.CUDAGraph``."""
-
     def __init__(self, keep_graph: bool = False) -> None:
         self._keep_graph = keep_graph
         self._pool_id: memory.PoolId | None = None

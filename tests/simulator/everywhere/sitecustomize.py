@@ -1,7 +1,4 @@
-"""Run every Python process on the simulator, child processes included, if this folder is first on ``PYTHONPATH``.
-
-PYTHONPATH=$PWD/tests/simulator/everywhere:$PWD:$PYTHONPATH python -m tests.verify --json
-"""
+"""Run every Python process on the simulator, child processes included, if this folder is first on ``PYTHONPATH``."""
 
 from tests.simulator import install
 

@@ -123,7 +123,6 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
-    """Return an uninitialized quantized tensor."""
     return _empty(quantizer, shape, dtype)
 
 
