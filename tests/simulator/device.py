@@ -81,7 +81,7 @@ def _real(device: torch.device | None) -> torch.device | None:
 
 
 def _factory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` wrapped to accept CUDA devices and to ignore ``pin_memory``, which needs a GPU's driver."""
+    """Return a wrapper of ``function`` that accepts CUDA devices, marks host tensors, and ignores ``pin_memory``."""
 
     @functools.wraps(function)
     def create(*args: Any, **kwargs: Any) -> Any:

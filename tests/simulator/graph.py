@@ -1,9 +1,9 @@
 """Capture and replay as in ``torch.cuda.CUDAGraph``, with recorded operations on the CPU.
 
-While a graph is captured, a dispatch mode sees every operation of the calling thread, autograd's backward included. The
-operation runs once, so that its result has the correct shape, and its result moves into the memory pool of the capture.
-The end of the capture restores all memory that an operation wrote, because on a GPU no kernel runs while a graph is
-captured. A replay runs the recorded operations again, each on the same memory as in the capture.
+While a graph is captured, a dispatch mode sees every operation of the calling thread, autograd's backward included.
+Each operation runs once, so that its result has the correct shape, and the result moves into the memory pool of the
+capture. The end of the capture restores all memory that an operation wrote, because on a GPU no kernel runs while a
+graph is captured. A replay runs the recorded operations again, each on the same memory as in the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REFUSED = {aten.resize_, aten.resize_as_}
 
 
 on_launch: Callable[[Any], None] | None = None
-"""None, or a test's function that is called with each kernel that `launch` runs eagerly and each replayed operation."""
+"""None, or a function that is called with each kernel that `launch` runs eagerly, and with each kernel of a replay."""
 
 
 class GraphError(RuntimeError):
@@ -61,7 +61,7 @@ class CUDAGraph:
         self._capture.begin()
 
     def capture_end(self) -> None:
-        """Stop recording, so that the graph can be replayed."""
+        """Stop recording, so that the graph can be replayed. Raise GraphError if the capture is invalid."""
         if self._capture is None or self._capture is not Capture.current:
             raise GraphError("CUDA error: invalid argument: capture_end was called without capture_begin")
         capture, self._capture = self._capture, None
@@ -308,7 +308,7 @@ def mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is in host memory.
 
-    Such a tensor was created with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")``, or computed only from host tensors.
+    A host tensor was created with ``device="cpu"``, ``.cpu()`` or ``.to("cpu")`` or, in a capture, from host tensors.
     """
     return "_simulator_on_host" in tensor.__dict__
 

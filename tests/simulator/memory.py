@@ -117,7 +117,7 @@ class Pool:
             _SEGMENTS.add(segment)
             block = segment.blocks[0]
         segment.take(block, size)
-        # torch.from_numpy keeps this array alive as long as the storage. The finalizer then frees the block.
+        # torch.from_numpy keeps this array alive until the storage is deleted. Then the finalizer frees the block.
         array = segment.memory[block.offset : block.offset + nbytes]
         weakref.finalize(array, segment.release, block).atexit = False
         if _is_counting and _count is not None:
@@ -257,7 +257,7 @@ class _Outside:
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # type: ignore[attr-defined]
 
     def overwrite(self) -> None:
-        """Overwrite the memory with NaN, but a single float32 number with 1.0, because it may be TE's skip flag."""
+        """Overwrite the memory with NaN, but four bytes with 1.0 in float32, because they may be TE's skip flag."""
         content = np.asarray(self)
         content[:] = POISON
         if content.size == 4:

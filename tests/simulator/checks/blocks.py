@@ -179,7 +179,7 @@ def check_fp4_rounds_ties_to_even() -> None:
 
 
 def check_stochastic_rounding_takes_either_neighbour_and_keeps_the_mean() -> None:
-    x = torch.full((256, 256), 6.0, dtype=torch.bfloat16)  # with these values, all scales are 1
+    x = torch.full((256, 256), 6.0, dtype=torch.bfloat16)  # 6.0 in each block, so scales do not change the values
     for column, value in enumerate((0.125, 1.125, 2.25, 3.5, 4.5, -5.0, -0.75, 3.0), start=1):
         x[:, column::16] = value
     for options in ({}, {"with_2d_quantization": True}):
@@ -298,7 +298,7 @@ def check_groups_are_quantized_and_multiplied_one_by_one_whatever_their_rows_are
     try:
         storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
     except ModuleNotFoundError:
-        return  # TE before 2.14 has no grouped tensors
+        return  # TE before 2.14 lacks this module
     splits, ones, zeros = torch.tensor([64, 128, 0]), torch.ones(3), torch.zeros(1)
     x, dy = gpu(192, 128), gpu(192, 256, seed=1)
     offsets, of_rows = tex.splits_to_offsets(splits, 128), tex.splits_to_offsets(splits, 1)

@@ -2,8 +2,8 @@
 
 Like TE's functions, the functions here allocate their results and launch a kernel. The kernels compute on the CPU. They
 round FP8 values as torch's float8 types do. Matrix products are summed in float64, so the order of summation does not
-matter, and a replay is bit-identical to the eager run. A missing name can be imported and read, but calling it raises
-an error.
+matter, and a replay is bit-identical to the eager run. Any other name can be imported and read, but calling it raises
+NotImplementedError.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Part(NamedTuple):
 
 
 def is_block_scaled(value):
-    """Return whether ``value`` is a quantizer or tensor, either of a block-scaled format."""
+    """Return whether ``value`` is a quantizer or a tensor of a block-scaled format."""
     return type(value).__name__.startswith((MX, NV, TILED))
 
 
@@ -114,7 +114,7 @@ def kind_of(value):
 
 
 def shape_of(tensor):
-    """Return the shape of any tensor, quantized or not."""
+    """Return the shape of any tensor, quantized or not, as a list."""
     if getattr(tensor, "_data", tensor) is None:  # without `_data`, size() is correct only for matrices
         first, *rest = tensor._transpose.shape
         return [*rest, first]
@@ -215,7 +215,7 @@ def swizzle_after_quantize(tensor, quantizer):
 
 
 def swizzle_scales_for_gemm_(tensor):
-    """Replace the scales of a tensor with new, swizzled scales for a GEMM, unless they are already swizzled."""
+    """Replace the scales of an MXFP8 or NVFP4 tensor with new, swizzled scales, unless they are already swizzled."""
     if not is_block_scaled(tensor) or kind_of(tensor) == TILED or _is_swizzled(tensor):
         return
     for columnwise in (False, True):
@@ -242,7 +242,7 @@ def nvfp4_2d_scale_transpose(scale, out, high, wide):
 
 
 def for_gemm(operands):
-    """Return operands as a GEMM reads them. Scales that are not swizzled are swizzled into one new buffer."""
+    """Return a list of operands as a GEMM reads them. Scales that are not swizzled are swizzled into one new buffer."""
     places, total = {}, 0
     for index, part in enumerate(operands):
         if isinstance(part, Part) and part.kind != TILED and not part.swizzled:

@@ -26,7 +26,7 @@ _OF_FORWARDS = [f"GEMM{number}_{part}" for number in (1, 2, 3) for part in ("INP
 _OF_BACKWARDS = [f"GRAD_{part}{number}" for number in (1, 2, 3) for part in ("OUTPUT", "INPUT")]
 FP8FwdTensors = IntEnum("FP8FwdTensors", _OF_FORWARDS, start=0)
 FP8BwdTensors = IntEnum("FP8BwdTensors", _OF_BACKWARDS, start=0)
-"""The tensors of a forward and of a backward that have scales."""
+"""The FP8 tensors of a forward and of a backward, numbered in the order of their quantizers."""
 
 
 class Float8BlockScaleTensorFormat(IntEnum):
@@ -48,5 +48,5 @@ _TORCH = {
 
 
 def torch_dtype(dtype):
-    """Return the torch dtype for ``dtype``: a type of the extension, a type of TE's Python, or a torch dtype."""
+    """Return the torch dtype for ``dtype``: a type of the extension or of TE's Python, or a torch dtype."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH[DType(int(dtype))]

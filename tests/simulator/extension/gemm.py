@@ -153,7 +153,7 @@ def _launch(left, right, out, alpha, bias, grad, gelu_in, accumulate):
 
 
 def gemm(left, right, out, alpha, bias, grad, gelu_in, accumulate):
-    """Run the kernel. Sums are in float64 and rounded once, so the order of summation does not matter."""
+    """Run the kernel. Sums are in float64, so the order of summation does not matter."""
     rows = left.matrix()
     product = (rows @ right.matrix()) * alpha
     for factor in (left, right):

@@ -15,7 +15,7 @@ __all__ = [
 
 
 def get_cublasLt_version():
-    """Return cuBLASLt's version. On Hopper it is 13.0, which is too old for products of grouped tensors."""
+    """Return a version of cuBLASLt: 13.6 or, on Hopper, 13.0, which is too old for products of grouped tensors."""
     return 130000 if sm_arch() < 100 else 130600
 
 

@@ -52,7 +52,7 @@ def get_grouped_gemm_setup_workspace_size(number):
 
 
 def splits_to_offsets(splits, stride):
-    """Return the index of the first element of each group, and the end of the last group."""
+    """Return a tensor with the index of the first element of each group, and the end of the last group."""
     offsets = torch.empty(len(splits) + 1, dtype=torch.int64)
     launch(_sum_up, [offsets], offsets, splits, stride)
     return offsets

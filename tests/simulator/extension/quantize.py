@@ -32,7 +32,7 @@ _LARGEST_FLOAT = torch.finfo(torch.float32).max
 def quantize(tensor, quantizer, output=None, noop=None):
     """Quantize ``tensor`` into ``output``, or into a new tensor if ``output`` is None, and return the result.
 
-    If ``noop`` is 1, ``output`` does not change.
+    If ``noop`` is 1, the data of ``output`` stay, but scales may be swizzled, and amaxes of NVFP4 with RHT change.
     """
     output = cast(tensor, quantizer, output, noop)
     if is_block_scaled(quantizer):
