@@ -44,7 +44,7 @@ VERDICTS = ("equal", "refused", "not eager", "unstable", *FINDINGS)
 
 
 def judge(program: Program) -> dict[str, Any]:
-    """Run a program, and return a dict with its verdict, and ``why``. Of two ranks, return the worse verdict."""
+    """Run a program. Return a dict with its ``verdict`` and the reason ``why``. Of two ranks, return the worse dict."""
     from tests.verify.driver import setting
 
     setting.use(program)
@@ -63,7 +63,7 @@ def judge(program: Program) -> dict[str, Any]:
 
 
 def judge_rank() -> dict[str, Any]:
-    """Run the selected program in this process, twice eagerly and once with graphs. Return as `judge` does."""
+    """Run the selected program in this process, twice eagerly and once with graphs. Return a dict as `judge` does."""
     from tests.verify.driver.comparison import differences
     from tests.verify.driver.events import train
     from tests.verify.programs import REFUSED as CONTRACT
@@ -162,7 +162,7 @@ class Server:
                 answer({"verdict": "crash", "why": f"the process ended with {status}"})
 
     def __call__(self, program: Program) -> dict[str, Any]:
-        """Run a program, and return its verdict. On a GPU, a wrong or crashed program runs again in a new process."""
+        """Run a program, and return the dict of `judge`. On a GPU, repeat a wrong or crashed one in a new process."""
         found = self._ask(program)
         if found["verdict"] in FINDINGS and not Server.forks:
             alone = self._ask(program)
@@ -260,9 +260,9 @@ def noted(path: str) -> list[dict[str, Any]]:
 
 
 def find(options: argparse.Namespace) -> int:
-    """Run programs with the selected fixes, and write a script for each finding.
+    """Run programs with the selected fixes and, with ``--scripts``, write a script for each finding.
 
-    Return the exit status, which is 1 if there are findings, else 0.
+    Return the exit status, which is 1 if the file of results contains findings, else 0.
     """
     examples = [*FOUND.values()] if options.found else []
 
@@ -360,15 +360,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first program")
     parser.add_argument("--programs", type=int, default=100, help="the number of programs, with consecutive seeds")
     parser.add_argument("--limit", type=int, default=120, help="the time limit of a program in seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
+    parser.add_argument("--jobs", type=int, default=1, help="the number of processes that share the work")
     parser.add_argument("--gpus", type=int, default=1, help="the number of GPUs that the processes share")
-    parser.add_argument("--switch", default="on", help="TE_GRAPH_FIXES for the programs")
-    parser.add_argument("--disable", default="", help="TE_GRAPH_FIXES_DISABLE for the programs")
+    parser.add_argument("--switch", default="on", help="the value of TE_GRAPH_FIXES for the programs")
+    parser.add_argument("--disable", default="", help="the value of TE_GRAPH_FIXES_DISABLE for the programs")
     parser.add_argument("--results", default="", help="append a line for each program to this file")
     parser.add_argument(
         "--regressions", action="store_true", help="compare results and costs with and without the fixes"
     )
-    parser.add_argument("--scripts", default="", help="the folder for scripts that repeat the findings")
+    parser.add_argument("--scripts", default="", help="write a script for each finding to this folder")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="do not shrink programs of findings")
     parser.add_argument("--no-fork", action="store_true", help="run programs in one process, as on a GPU")
     parser.add_argument("--broken", action="store_true", help="draw programs that may break replay preconditions")

@@ -199,7 +199,7 @@ def patched_inside() -> Any:
 
 @module
 class Masked(Block):
-    """A block that multiplies its input by a mask, which has one column at replays, but all columns in the sample."""
+    """A block that multiplies its input by a mask, whose sample argument has all columns instead of one."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x * mask)
@@ -286,7 +286,7 @@ def evaluate_average(t: Training) -> None:
 
 @event
 def step_of_losses(t: Training) -> None:
-    """Run a step with three losses, each with a backward of its own. All backwards but the last retain the graph."""
+    """Run a step with three losses, each with a backward of its own. All but the last retain autograd's graph."""
     t.begin()
     x = random().requires_grad_()
     out = t.forward(x, range(len(t.layers)), 0)
@@ -368,7 +368,7 @@ def failed_capture_in_garbage(t: Training) -> None:
 
 @event
 def nested_in_two_precisions(t: Training) -> None:
-    """Capture a block and its first layer in one call, with only one of them in FP8, and train both."""
+    """Capture a block and its first layer in one call, with only one of them in FP8, and run both."""
     for enabled in ((True, False), (False, True)):
         block = Block()
         t.prepare(-1, block)
@@ -388,7 +388,7 @@ def nested_in_two_precisions(t: Training) -> None:
 
 @event
 def switch_recipe(t: Training) -> None:
-    """Switch between the two recipes, and capture again."""
+    """Switch between the two recipes, capture again, and run a step."""
     t.recipe = program.other if t.recipe == program.recipe else program.recipe
     recapture(t)
 

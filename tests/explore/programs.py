@@ -1,4 +1,4 @@
-"""The fields and rules of random programs, and functions that draw and shrink programs.
+"""The modules, events and rules of random programs, and functions that draw and shrink programs.
 
 This module does not import torch. To add a kind of module or an event, define it in `kinds` and add its name here.
 """
@@ -19,7 +19,7 @@ BLOCKS = (
     *("KeptInBf16", "OwnAutocast", "Recomputed", "Named", "Structured", "Dropped", "CoreAttention"),
 )
 DRAWING = (*ATTENTION, "Dropped", "CoreAttention")
-"""The modules that draw random numbers, from an RNG tracker if the program has one."""
+"""The modules that draw random numbers from the RNG tracker, if the program has one."""
 MLPS = ("layernorm_mlp", "transformer_layer")
 OPERATIONS = ("operation", "operations", "nested_operations")
 OTHERS = ("torch_linear", "dropout", "Tied")
@@ -103,7 +103,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "operations do not support block scaling": lambda p: (
         not {*OPERATIONS} & {*p.modules} or "block" not in (p.recipe, p.other)
     ),
-    "samples in a tuple have no keyword arguments": lambda p: not (p.tuples and "Named" in p.modules),
+    "sample arguments in a tuple have no keyword arguments": lambda p: not (p.tuples and "Named" in p.modules),
     "a tied layer is the last layer, and the first layer is a plain projection": lambda p: (
         "Tied" not in p.modules
         or (
@@ -132,7 +132,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "gloo cannot gather both parts of a block-scaled tensor at once": lambda p: (
         not {"mxfp8", "nvfp4"} & {p.recipe, p.other} or not {*OF_RANKS} & {*p.modules}
     ),
-    "a dict cannot be a sample in a tuple or an argument of te.checkpoint": lambda p: (
+    "a dict cannot be in a tuple of sample arguments, or an argument of te.checkpoint": lambda p: (
         "Structured" not in p.modules or not (p.tuples or p.checkpoints)
     ),
     "only tensors can be shared static inputs, because TE reads their shapes": lambda p: (
@@ -152,7 +152,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and not (p.inference or p.checkpoints or "Recomputed" in p.modules)
         )
     ),
-    "a graph for inference needs a layer with one input and one output": lambda p: (
+    "inference needs a graph and an event, and a first layer with one input and one output": lambda p: (
         bool(p.inference) == ("infer" in p.events)
         and not (p.inference and p.modules[0] in ("Named", "WithNone", "Signed", "SignsFirst", "Structured"))
     ),
@@ -193,7 +193,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "on a GPU, the eager wgrad of the first of two FP8 operations reads an unwritten transpose": lambda p: (
         "operations" not in p.modules or "delayed" not in (p.recipe, p.other)
     ),
-    "distillation uses the graph of its first layer twice": lambda p: p.first != "distillation" or not p.order,
+    "distillation runs the first layer twice, but an order cannot": lambda p: p.first != "distillation" or not p.order,
     "te.checkpoint treats an operation as a module of torch, so eager training recomputes it in bf16": lambda p: (
         not (p.checkpoints and {*OPERATIONS} & {*p.modules})
     ),
@@ -251,7 +251,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "a module that counts forwards needs captures without a warmup": lambda p: (
         "Counting" not in p.modules or (not p.warmup and not p.checkpoints)
     ),
-    "a layer without gradients comes before a layer with gradients": lambda p: (
+    "a layer without gradients is the first layer, and another layer follows": lambda p: (
         not {"Teacher", "Router"} & {*p.modules}
         or (
             not {"Teacher", "Router"} & {*p.modules[1:], p.modules[-1]}
@@ -324,7 +324,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (0 in p.not_captured and any(each.startswith("misuse") for each in p.events))
     ),
 }
-"""Functions that return a true value if a program keeps a rule, by the reason of the rule."""
+"""The rules of programs, each with a function that returns a true value if a program keeps the rule."""
 
 
 FOUND = {
@@ -454,7 +454,7 @@ ONLY_OF_CASES = ("clean_start", "fit", "hidden", "freezes_first", "one_pool", "o
 
 
 def broken_rule(program: Program) -> str | None:
-    """Return the first rule that a program breaks, or None if the program can be run."""
+    """Return the first rule that a program breaks, or None if it keeps all rules."""
     return next((why for why, holds in RULES.items() if not holds(program)), None)
 
 
@@ -582,7 +582,7 @@ def draw_broken(seed: int) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Yield simpler programs: with a field reset to its default, without a module or event, or with a simpler order."""
+    """Yield simpler programs: a field or item is removed or replaced by the default, or the order is simpler."""
     plain = Program()
     for each in fields(program):
         value, default = getattr(program, each.name), getattr(plain, each.name)

@@ -94,7 +94,8 @@ def counted_costs() -> Iterator[collections.Counter[str]]:
 def measure(program: Program, graphs: bool) -> dict[str, Any]:
     """Train a program eagerly and, if ``graphs`` is true, through graphs.
 
-    Return the verdict and, unless the eager run fails, its digest and costs. If graphs are correct, add their costs.
+    Return a dict with the verdict, the eager run's digest and costs (unless it fails) and, if graphs are correct, their
+    costs.
     """
     setting.use(program)
     try:
@@ -118,7 +119,7 @@ def measure(program: Program, graphs: bool) -> dict[str, Any]:
 
 
 def regressions(alone: dict[str, Any], fixed: dict[str, Any]) -> list[str]:
-    """Return lines about changed eager training and, if TE alone is correct, about worse results or costs of graphs."""
+    """Return lines (or []) about changed eager training and, if TE alone is correct, about worse or costlier graphs."""
     if alone.get("eager") != fixed.get("eager"):
         return ["eager: other values or another error"]
     worse = []
