@@ -210,7 +210,7 @@ def test_the_order_of_imports_does_not_matter(world: World, order: str) -> None:
 
 @pytest.mark.parametrize("place", ["middle", "end"])
 def test_te_that_imports_the_package_itself_is_an_error(world: World, place: str) -> None:
-    """The error is not an ImportError, which TE would catch. Fixes can be applied only at the end of TE's import."""
+    """Fixes cannot be applied before TE's import ends. The error is no ImportError, because TE would catch it."""
     world.run(
         f"""
 os.environ["FIXES_AT"] = "{place}"
@@ -519,7 +519,7 @@ def test_the_warning_names_the_users_line_and_the_report(own_world: World, first
 
 
 def test_one_line_says_what_was_applied(world: World) -> None:
-    """The line is printed once on stderr, whatever the log level and the warning filters are."""
+    """By default, only the first rank of a host prints the line, once, even if warnings are ignored."""
     code = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()"
     line = (
         f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor "

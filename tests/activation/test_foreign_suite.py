@@ -13,7 +13,7 @@ from tests.support.child import python
 pytestmark = pytest.mark.te
 
 WARNINGS = ("error", "ignore:`torch.jit:DeprecationWarning")
-"""Filters that turn warnings into errors, except torch 2.13's warning about torch.jit, which TE up to 2.17 uses."""
+"""Filters that turn warnings into errors, except torch 2.13's warning about torch.jit, which TE up to 2.19 uses."""
 
 CONFTEST = "from tests import simulator\nsimulator.install()\n"
 

@@ -1,6 +1,6 @@
 """Test that selecting a fix also selects the fixes that it requires, and that disabling a fix disables its dependents.
 
-tests/fixes/test_selections_on_the_simulator.py measures which fixes need another fix.
+tests/fixes/test_selections_on_the_simulator.py tests that each fix lists all fixes that it requires.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the verdicts and edits of every fix on the sources of every published TransformerEngine (TE).
+"""Test the verdicts and edits of every fix on the sources of published TransformerEngines (TE).
 
 The tests import nothing from TE. `tests.support.published` fetches the sources.
 """

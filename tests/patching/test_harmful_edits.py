@@ -1,7 +1,7 @@
-"""Test that no edit that leaves a bug in TransformerEngine (TE) hides the bug from its fix.
+"""Test that no fix is ``not-needed`` in a TransformerEngine (TE) that contains only a part of the fix.
 
-The edits are like mistakes in cherry-picks of upstream fixes: an omitted edit, an inverted condition, or only a part of
-the fix. The verdict must be ``applicable`` or ``unrecognized``, never ``not-needed``.
+The edits are like mistakes in cherry-picks: an omitted edit, an omitted statement, or a wrong argument or condition.
+The verdict must be ``applicable`` or ``unrecognized``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def corrections() -> list[tuple[str, ModuleSource, ast.stmt]]:
 
 
 def innermost(module: ModuleSource, node: ast.AST) -> ast.stmt:
-    """Return the innermost statement that contains a node."""
     start, end = module.span(node)
     statements = [(module.span(part), part) for part in ast.walk(module.tree) if isinstance(part, ast.stmt)]
     around = [part for (first, last), part in statements if first <= start and end <= last]

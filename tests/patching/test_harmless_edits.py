@@ -19,7 +19,7 @@ from tests.support.published import VERSIONS, examined
 Kind: TypeAlias = "Callable[[ModuleSource], str]"
 """A function that returns the text of a module after an edit."""
 Insertions: TypeAlias = "Iterator[tuple[int, str]]"
-"""Pairs of a character offset and a text to insert. Each text contains ``harmless``, a word that TE lacks."""
+"""Pairs of a character offset and a text to insert."""
 
 
 def functions(module: ModuleSource) -> list[ast.FunctionDef]:

@@ -1,4 +1,4 @@
-"""Test that names of fixes do not affect patches: the order of edits at one place is declared or has no effect."""
+"""Test that the names of fixes affect only the order of edits at one place, and only if no order is declared."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CODE = f"{PACKAGE}.code"
 
 
 def source_of(text: str, version: str | None = None) -> Source:
-    """Return a TE that consists of one module with this ``text``."""
+    """Return the source of a TE that consists of one module with this ``text``."""
     source = Source("nowhere", version)
     source._modules[CODE] = ModuleSource(CODE, "code.py", text)
     return source
@@ -44,7 +44,7 @@ def hunk(change: str, notes: str = "") -> str:
     return f"@@ code.py run{notes}\n{change.rstrip()}\n"
 
 
-# A marked line consists of a mark, an indent and a statement. All statements assign to different names.
+# A marked line consists of a mark, an indent and a line of code. Before a patch, all assignments have different names.
 
 Marked = tuple[str, int, str]
 EXPRESSIONS = st.recursive(

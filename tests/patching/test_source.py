@@ -1,4 +1,4 @@
-"""Test the source of TransformerEngine (TE): its version, its definitions, matches of patterns, and edits."""
+"""Test `Source`: the folder and version of TransformerEngine (TE), modules, definitions, and matches of patterns."""
 
 from __future__ import annotations
 

@@ -102,6 +102,6 @@ def test_a_slurm_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--export", "--container-env"])
 def test_lists_of_variables_are_complete(option: str) -> None:
-    """The longest list of each launcher option must name every variable that `run` sets."""
+    """The longest list of each launcher option must name every setting, and every variable that `run` sets."""
     lists = re.findall(rf"{option}=([A-Z_,]+)", (DOCS / "launchers.md").read_text())
     assert {*variables(), *VARIABLES} <= {*max(lists, key=len).split(",")}

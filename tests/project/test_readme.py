@@ -52,7 +52,7 @@ ELSEWHERE = {
     "python examples/megatron_moe.py": f"{NOT_RUN}it needs a GPU; the program is in examples",
     "python examples/": "tests/clients/test_megatron_lm_example.py",
 }
-"""The beginnings of commands that `test_a_command_runs` omits, each with the file or reason that explains it."""
+"""Beginnings of commands that `test_a_command_runs` omits, with the file that runs them or the reason if none does."""
 
 
 def beginning_of(command: str) -> str | None:
@@ -109,7 +109,7 @@ def test_elsewhere_names_existing_commands_and_tests() -> None:
 
 
 def test_readme_s_commands_need_no_installation(tmp_path: Path) -> None:
-    """The commands must run outside the checkout, in a Python with only wrapt, packaging and TransformerEngine."""
+    """The commands must run outside the checkout, with the checkout and TransformerEngine on PYTHONPATH."""
     for arguments in (
         ["status"],
         ["run", sys.executable, "-c", "import te_graph_fixes as fixes; print(fixes.report())"],
@@ -310,7 +310,6 @@ def texts_of_errors() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_parts_are_current(page: Path) -> None:
-    """``python -m tools.tables`` updates the generated parts of a page."""
     assert with_parts(page.read_text()) == page.read_text(), "run `python -m tools.tables`"
 
 
