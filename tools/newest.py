@@ -5,8 +5,8 @@
     python -m tools.newest te --ref pull/3353/merge            # refs of a git repository, instead of its working tree
 
 The tool prints the verdicts for each TE. Its exit status is 1 if a verdict is ``unrecognized``, or is not the expected
-verdict for the version. In this case, see "Support a new TE" in CONTRIBUTING.md. To fetch a ref, run `git fetch origin
-pull/3353/merge:refs/pull/3353/merge`.
+verdict for the version (``not-applicable`` counts as ``not-needed``). In this case, see "Support a new TE" in
+CONTRIBUTING.md. To fetch a ref, run `git fetch origin pull/3353/merge:refs/pull/3353/merge`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from te_graph_fixes.status import Verdict
 from tests.support.published import source
 
 PARTS = ("transformer_engine/__init__.py", "transformer_engine/pytorch", "build_tools/VERSION.txt")
-"""The files and folders of a TE repository that fixes read."""
+"""The files and folders of a TE repository that determine the verdicts and the version."""
 
 
 def unexpected(tree: Source) -> list[str]:
-    """Print the verdicts for ``tree``, and return the fixes with an unexpected verdict."""
+    """Print the verdicts for ``tree``, and return the ids of the fixes with an unexpected verdict."""
     print(f"\nTransformerEngine {tree.version} in {tree.location}\n")
     found = []
     for fix_id, assessment in read(tree).assessments.items():

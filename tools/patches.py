@@ -1,4 +1,4 @@
-"""``python -m tools.patches FOLDER``: write a patch for each published TransformerEngine (TE).
+"""``python -m tools.patches FOLDER``: write a patch for each supported release of TransformerEngine (TE).
 
 To apply a patch, run ``patch -p1 --dry-run`` and then ``patch -p1`` in the folder that contains ``transformer_engine``.
 For a vendor's build, which no package index has, run ``te-graph-fixes diff`` in the vendor's container.
@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 
 
 def write(folder: Path, *versions: str) -> None:
-    """Write the patches for these versions, and ``SHA256SUMS`` for ``sha256sum --check``."""
+    """Write the patches for these versions, and ``SHA256SUMS`` for ``sha256sum --check``, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = ""
     for version in versions:

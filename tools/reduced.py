@@ -16,7 +16,7 @@ from te_graph_fixes.support import PREFIX
 
 SPINE = f"{PACKAGE}.{PREFIX}replay"
 ADDED = re.compile(r'(\.add\(\s*"(\w+ \w+)", )"([^"]+)", ')
-"""The beginning of a call that adds a step. Its second and third groups are the phase and the name of the step."""
+"""A pattern of calls that add a step. Its second and third groups are the phase and the name of the step."""
 REGISTRATION = "forward prepare", "register states of TE"
 BEFORE_REGISTRATION = "forward prepare", "resume recipe states"
 """The only step that must run before steps that are added earlier.

@@ -1,10 +1,10 @@
-"""Install torch, and the other packages that TransformerEngine (TE) imports, once for all tox environments.
+"""Install torch, and other packages that TransformerEngine (TE) and the tests import, once for all tox environments.
 
     python tools/shared_environment.py FOLDER
 
-The first call creates a virtual environment in FOLDER. Every call writes a ``.pth`` file into the tox environment of
-the running interpreter, which must have the same Python version as FOLDER. The interpreter then imports from FOLDER any
-package that its own environment lacks.
+The first call creates a virtual environment in FOLDER, and the first call after a change of `REQUIREMENTS` creates it
+again. Every call writes a ``.pth`` file into the tox environment of the running interpreter, which must have the same
+Python version as FOLDER. The interpreter then imports from FOLDER any package that its own environment lacks.
 """
 
 from __future__ import annotations

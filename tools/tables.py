@@ -27,7 +27,7 @@ CONTAINERS = (
     ("NeMo 26.04.01, 26.10, 26.10.01", "", "not known in November 2026"),
     ("NGC PyTorch", "2.10 and later, by month", "release notes of the containers"),
 )
-"""Containers, the version of their TE, and the source of that information."""
+"""Containers, the version of their TE ("" if unknown), and the source of the version."""
 
 
 def upstream() -> str:
@@ -88,7 +88,7 @@ def address() -> str:
 
 
 def urls() -> dict[str, str]:
-    """Return the project's addresses by name, from pyproject.toml, the only file that has them."""
+    """Return the project's addresses by name, from pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split("[project.urls]\n", 1)[1].split("\n[", 1)[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', section, re.MULTILINE))

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def write_report(fix: str, found: Mapping[str, Assessment], source: Source, checkout: Path, folder: Path) -> None:
-    """Write the text and the patches of one report."""
+    """Write the text and the patches of the report about ``fix`` into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     # A fix has more required fixes than each fix that it requires, so it comes after them.
     names = sorted(with_required([fix]) - {fix}, key=lambda name: (len(with_required([name])), name))
