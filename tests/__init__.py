@@ -1,4 +1,4 @@
 """The tests, and programs that run from a checkout.
 
-Because this folder is a package, no `tests` package in site-packages can hide it.
+Without this file, Python would prefer a package `tests` in site-packages to this folder.
 """

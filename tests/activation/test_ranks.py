@@ -42,7 +42,7 @@ os.write(1, f"rank {rank} {text}\\n".encode())
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> list[str]:
-    """Return the arguments with which Python starts two ranks. OF_RANK_N lists variables for rank N only."""
+    """Return the arguments with which Python starts two ranks. The variable OF_RANK_N sets variables of rank N."""
     (tmp_path / "job.py").write_text(JOB)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "job.py")]
     return ["-m", "te_graph_fixes", "run", *launch]

@@ -12,7 +12,7 @@ from te_graph_fixes.settings import CHECK, DISABLE, STRICT, SWITCH, VERBOSE, Set
 
 
 def read(environ: dict[str, str], **arguments: Any) -> Settings:
-    """Return the settings of a process with these environment variables."""
+    """Return the settings that follow from environment variables and from the arguments of `activate`."""
     with mock.patch.dict(os.environ, environ):
         return Settings.read(**arguments)
 

@@ -1,7 +1,7 @@
 """Test calls of `make_graphed_callables` that pull requests of training frameworks describe, on the simulator.
 
-A program has two or four layers, and runs three microbatches in each step. A part of each layer is captured, and the
-rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
+A program has two or four layers, and runs three microbatches in each step. A part of each layer (`part`) is captured,
+and the rest runs eagerly. The outputs, gradients and parameters of three steps must equal eager training.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(shape: str, recipe: str) -> None:
             return saved
 
     class Stash(Layer):
-        """An MoE layer that is captured as a whole. All layers share the `Pages` for tensors saved for the backward."""
+        """A layer whose graph contains all experts. All layers share the `Pages` for tensors saved for the backward."""
 
         pages: Any = None
 

@@ -32,7 +32,7 @@ def log(norms: tuple[str, ...], *more: str) -> str:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module `megatron_runs`, after adding its folder to the import path for the other examples."""
+    """Add the folder of the examples to the import path, and return the module `megatron_runs`."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     return importlib.import_module("megatron_runs")
 
@@ -46,7 +46,7 @@ def example(runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def print_instead(monkeypatch: pytest.MonkeyPatch, runs: ModuleType, *programs: tuple[str, int]) -> None:
-    """Replace the run of each setting with one of ``programs``, which prints a text and exits with a status."""
+    """Replace the command of each setting by one that prints a text and exits with a status, both from ``programs``."""
     settings = [*runs.SETTINGS, *runs.CHECKED]
     by_setting = dict(zip(settings, programs, strict=False))
 
@@ -195,7 +195,7 @@ def test_the_bridge_example_delays_the_capture_without_graphs(
 
 
 def recorded(runs: ModuleType, *texts: tuple[str, int]) -> dict[str, dict[str, object]]:
-    """Return the results of an option as `megatron_options` stores them. ``texts`` are logs and exit statuses."""
+    """Return the result of each setting, as `megatron_options` stores it. ``texts`` are logs and exit statuses."""
     settings = [*runs.SETTINGS, "with te-graph-fixes, checked"]
     return {
         setting: dataclasses.asdict(runs.Run.read(text, status))

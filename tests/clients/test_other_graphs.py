@@ -1,4 +1,4 @@
-"""Test that TE's modules are also correct in graphs captured by other code, with or without TE's own graphs.
+"""Test that modules of TransformerEngine (TE) are also correct in graphs of other code, with or without TE's graphs.
 
 Run as a program, this module trains eagerly and in graphs, in the ways named by its arguments. For each way, it prints
 the differences as JSON.

@@ -48,7 +48,7 @@ FIXES = {
 
 
 def content(tree: Path) -> dict[str, tuple[int, int, str | None]]:
-    """Return the permissions, modification time and digest of every file in a tree, except bytecode."""
+    """Return, by path, the mode, modification time and digest of every file in a tree, except bytecode."""
     return {
         str(path.relative_to(tree)): (path.lstat().st_mode, path.lstat().st_mtime_ns, manifest.file_digest(path))
         for path in tree.rglob("*")
@@ -144,7 +144,8 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.link", "os.chmod", "os.chown
 
 
 def in_child(work: Callable[[], int], at: int = 0, stop: int = 0) -> int:
-    """Call ``work`` in a fork, stop the fork at its write number ``at`` (0: never), and return its exit code.
+    """Call ``work`` in a fork, stop the fork at its write number ``at`` (0: never), and return its exit code
+    (-N after signal N).
 
     ``stop`` is the signal that stops the fork, or ENOSPC to simulate a disk that is full from this write on.
     """
@@ -181,8 +182,8 @@ def commands_for(tree: Path) -> list[list[str]]:
 def test_stopped_at_each_write(stop: int, small: Path, cli: Cli) -> None:
     """A stopped bake restores all modules, and an undo completes despite a signal.
 
-    After SIGKILL, or after a write error of an undo, the first modules are baked and the others unchanged, until the
-    next bake or undo finishes the work.
+    After SIGKILL, or after a write error of an undo, the first modules are baked and the others are TE's own, until
+    the next bake or undo finishes the work.
     """
     commands, before, original = commands_for(small), content(small), code(small)
     assert main(commands[0]) == 0
@@ -312,7 +313,7 @@ COMMANDS = "status", "bake --check", "bake", "bake --undo", "bake --undo --force
 def test_a_baked_te_that_has_changed(
     change: Callable[[Path], None], statuses: str, said: str, small: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    """Each command succeeds, or fails and changes nothing. An undo restores TE, unless TE was reinstalled."""
+    """Each command succeeds, or fails and changes nothing. An undo restores TE, or keeps a reinstalled TE."""
     assert cli("bake", "--source", small)[0] == 0
     change(small)
     for command, wanted in zip(COMMANDS, statuses, strict=True):

@@ -1,4 +1,4 @@
-"""Test, on the simulator, that replays with a baked TransformerEngine (TE) are bit-identical to eager runs."""
+"""Test, on the simulator, the numbers, the report and the errors of a baked TransformerEngine (TE)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_after_each_rename_of_a_bake_eager_training_is_as_before(version: str, t
     results = {"": simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")}
     for (path, (_, text)), (following, _) in pairwise([*files.items(), ("", ("", ""))]):
         (tmp_path / path).write_text(text)
-        if not following.startswith("transformer_engine/pytorch/_te_"):  # no code imports new modules until all exist
+        if not following.startswith("transformer_engine/pytorch/_te_"):  # no code imports the new modules yet
             results[path] = simulate(*EAGER, path=tmp_path, imported=(), TE_GRAPH_FIXES="off")
     assert set(results.values()) == {results[""]}, results
     assert list(results)[-1] == "transformer_engine/pytorch/graph.py"

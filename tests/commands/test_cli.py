@@ -26,7 +26,7 @@ from tools import newest
 
 
 def listed(out: str) -> dict[str, str]:
-    """Return the text after the id of each fix in the output of ``status``, by id."""
+    """Return, by id of a fix, the text that ``status`` prints after the id."""
     return dict(line.split(maxsplit=1) for line in out.splitlines() if re.match("  [a-z]", line))
 
 

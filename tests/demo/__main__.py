@@ -28,7 +28,7 @@ STEPS = 5
 
 
 def main() -> int:
-    """Train in each way, and print the losses and the errors. Return the exit status."""
+    """Train in each way, print the losses and the largest error, and return the exit status."""
     folder = source("newest")
     print(
         f"The code of TransformerEngine {Source.at(folder).version} trains a dense layer and experts in FP8 on a CPU, "

@@ -71,7 +71,7 @@ def test_a_patch_contains_only_used_parts_of_the_spine(fix: str, tmp_path: Path)
 
 
 def checkout_with_patch(fix: str, root: Path, folder: Path) -> Path:
-    """Copy a TE, apply the patches of one report to the copy, and return its folder."""
+    """Copy a TE, apply one fix and the fixes that it requires to the copy, and return the folder of the copy."""
     checkout = checkout_of(root, folder / "te")
     upstream.main([str(checkout), str(folder), fix])
     patches = [folder / fix / name for name in ("required.patch", "fix.patch")]
