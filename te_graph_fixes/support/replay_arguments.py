@@ -169,7 +169,9 @@ def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffe
     A quantized output without a gradient causes an error only if TE ``reuses_buffers``, because TE then loses the
     output's scale.
     """
-    if any(isinstance(output, QuantizedTensor) and (output.requires_grad or reuses_buffers) for output in outputs):
+    quantized = [output for output in outputs if isinstance(output, QuantizedTensor)]
+    # In TE 2.14 to 2.17, `requires_grad` of a quantized output is False even if autograd has recorded the output.
+    if any(output.grad_fn is not None or reuses_buffers for output in quantized):
         raise ValueError(
             f"{type(function).__name__} returns a quantized tensor, as with fp8_output=True. A graph would also "
             "quantize its gradient. Capture it together with the module that reads the tensor, or return a tensor in "

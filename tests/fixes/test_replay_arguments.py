@@ -365,10 +365,7 @@ def train(graphed, recipe):
 for recipe in (DelayedScaling(), Float8CurrentScaling()):
     options = {"enabled": True, "recipe": recipe, "allow_unused_input": True}
     module = Module(fp8_output)
-    with te.autocast(enabled=True, recipe=recipe):
-        needs_grad = module(random()).requires_grad
-    if needs_grad:  # on some TEs, an FP8 output needs no gradient
-        refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
+    refused(lambda: te.make_graphed_callables(module, (random(),), **options), "returns a quantized tensor")
 
 @torch.no_grad()
 def evaluate(graphed, recipe):
@@ -387,7 +384,9 @@ for recipe in (DelayedScaling(), Float8CurrentScaling()):
     compare(evaluate, recipe)
 
 refused(lambda: train(True, DelayedScaling()), "and got a Float8Tensor")
-if needs_grad:
+with te.autocast(enabled=True, recipe=recipe):
+    needs_grad = linear()(random(), fp8_output=True).requires_grad
+if needs_grad:  # in TE 2.14 to 2.17, the eager layer that reads an FP8 tensor computes no gradient for it
     compare(train, Float8CurrentScaling())
 """
 
