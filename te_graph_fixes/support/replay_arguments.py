@@ -182,8 +182,8 @@ def refuse_quantized_outputs(function: Any, outputs: Sequence[Any], reuses_buffe
 def refuse_backward(_ctx: Any) -> None:
     """Raise RuntimeError, because no backward was captured."""
     raise RuntimeError(
-        "This graph has no backward, because it was captured under torch.no_grad(), or its outputs needed no gradient. "
-        "Capture it for training."
+        "This graph has no backward, because it was captured in evaluation mode or under torch.no_grad(), or its "
+        "outputs needed no gradient. Capture it for training."
     )
 
 

@@ -297,7 +297,7 @@ def _end_of_forward(backward: int, retains_graph: bool, outputs: Iterable[torch.
     while nodes:
         node = nodes.pop()
         if _releases_tensors(node):
-            return backward, " A module of TransformerEngine runs one backward for each forward: add the losses."
+            return backward, " A module of TransformerEngine runs one backward for each forward, so add the losses."
         new = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
         seen |= new
         nodes += new
