@@ -43,7 +43,8 @@ gradients of delayed wgrads                             `DelayedGrad`           
 ======================================================  ====================================  =======================
 
 Replays change other objects: a `Call` for each forward, `Preconditions` for each callable, and a `MemoryPool` for all
-callables that share memory. `RecipeStates` and `GraphFlags` also note the values that the last replay wrote.
+callables that share memory. `GraphFlags` also notes the last value of each flag, and `RecipeStates` how many states
+had been replaced by the last forward.
 
 Some fixes edit TE's own code around these phases: the flag of the first FP8 module (`backward-amax-reduction`), the
 condition for filling the skip flag (`stale-fp8-weights`), the list of outputs (`none-outputs`), the copies of parameter
@@ -72,7 +73,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "resume recipe states",  # before these states are registered, and before weights are quantized with them
         "register states of TE",
         "register states of capture",  # after TE's states, because TE does not know attention's own recipe
-        "use copied scales",  # after the registrations, because a recomputation exchanges the values of these states
+        "use copied scales",  # after the registrations, which set the recipes: TE copies only delayed-scaling states
         "recompute transposes",
         "use own skip flag",
         "fill flags of modules",  # before the cached weights, because the flags decide whether the graph reuses them

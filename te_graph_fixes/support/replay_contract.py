@@ -1,8 +1,8 @@
 """Replay preconditions: a replay raises an error if it would not compute the result of its module.
 
 Memory: no other graph has overwritten the data of this graph (`_te_replay_contract_order`).
-Addresses: modules, parameters and each ``main_grad`` are at the same addresses as in the capture
-(`_te_replay_contract_members`).
+Members: modules and parameters are the same objects as at the capture, and the data of parameters and each
+``main_grad`` are at the same addresses (`_te_replay_contract_members`).
 Recomputation: a checkpoint may run a forward again, in a backward. Eager operations refer to outputs and gradients, and
 no code can determine which of these tensors the operations will still read. Outputs that the recomputation may read
 must therefore be intact, and it must not overwrite referenced tensors. After the first forward in a checkpoint,
@@ -32,10 +32,10 @@ class Preconditions:
     """The checks of one callable and microbatch, based on its `Record`.
 
     Replays change the attributes. ``_dgrad_time`` is the time of the last dgrad until its wgrad is replayed, else 0.
-    ``_recomputed`` are the times of recomputations after the last backward. If equal inputs lead to equal outputs,
-    ``_inputs`` and ``_versions`` are the inputs of the last forward and the versions of all tensors that it read, and
-    ``_since`` is the time of the first replay with these values. ``_inputs`` is None after a backward, because
-    optimizers may then write parameters without a new version.
+    ``_recomputed`` are the times of recomputations since the last backward or the last forward outside of a backward.
+    If equal inputs lead to equal outputs, ``_inputs`` are the inputs of the last forward, ``_versions`` the versions of
+    these inputs and of the watched tensors, and ``_since`` is the time of the first replay with these versions.
+    ``_inputs`` is None after a backward, because optimizers may then write parameters without a new version.
     """
 
     def __init__(self, replay: Any) -> None:
@@ -113,7 +113,7 @@ class Preconditions:
         return outputs
 
     def _note_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Note the inputs of a replay and the versions of all tensors that it reads.
+        """Note the inputs of a replay, and the versions of these inputs and of the watched tensors.
 
         Note nothing if an input is an inference tensor, because such a tensor has no version.
         """
@@ -159,8 +159,8 @@ class Preconditions:
     def _require_intact_outputs(self, other: Record, inputs: set[int]) -> None:
         """Raise RuntimeError if outputs of ``other`` that the recomputation may read are no longer intact.
 
-        These are its ``inputs``, and referenced outputs whose backward has not run, because an eager operation in the
-        checkpoint may read them.
+        The recomputation may read outputs that are among its ``inputs``. An eager operation in the checkpoint may read
+        referenced outputs whose backward has not run.
         """
         pool = self._record.pool
         ran = pool.time(other.forward)
@@ -228,7 +228,7 @@ class Preconditions:
         return gradients
 
     def check_wgrad(self) -> None:
-        """Raise RuntimeError if no dgrad preceded the wgrad, or if the data of the dgrad was overwritten."""
+        """Raise RuntimeError if the wgrad lacks a dgrad or its data, or if a ``main_grad`` is at another address."""
         record, since = self._record, self._dgrad_time
         if not since:
             raise RuntimeError(

@@ -29,9 +29,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 class UsedMembers:
     """The members of modules that a captured forward used, as a profiler sees them.
 
-    A lookup is ``module.name`` for any name that is not a plain attribute, even if the lookup fails. ``whole`` are
-    modules whose members may all have been used, because an iteration or compiled code reads them without lookups.
-    ``note_forward`` is called for each module that runs.
+    A lookup is ``module.name`` for any name that is not a plain attribute, even if the lookup fails, or an item of a
+    `ModuleDict`. ``whole`` are modules whose members may all have been used, because an iteration or compiled code
+    reads them without lookups. ``note_forward`` is called for each module that runs.
     """
 
     def __init__(self, note_forward: Callable[[torch.nn.Module], None]) -> None:

@@ -23,9 +23,9 @@ class MemoryPool:
 
     Positions are 1 to ``count``. ``position`` is the position of the last replay. In the current run of replays, which
     began at the time ``run_began``, positions have only increased. Times are counted in replays, and ``now`` is the
-    current time. ``records`` maps the position of each forward to its `Record`. ``may_recompute`` is True if a
-    checkpoint has run a forward in this run of replays, because the checkpoint may run it again. Gradients, and the
-    outputs of forwards outside of checkpoints, are then returned as copies.
+    current time. ``captures`` counts the calls of `make_graphed_callables`. ``records`` maps the position of each
+    forward to its `Record`. ``may_recompute`` is True if a checkpoint has run a forward in this run of replays, because
+    the checkpoint may run it again. Gradients, and outputs of forwards outside of checkpoints, are then copied.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class CaptureRecord:
     def note_graph(self, kind: str, replay: Any, handle: Any) -> None:
         """Note the position of a graph in the memory pool with this ``handle``.
 
-        Up to TE 2.11, with `backward-dw-order`, the code of a dgrad also runs for its wgrad, but captures nothing.
+        In TE 2.10 with `backward-dw-order`, the code of a dgrad also runs for its wgrad, but captures nothing.
         """
         if kind != "forward" and not torch.cuda.is_current_stream_capturing():
             return
@@ -270,8 +270,8 @@ def _written_outputs(outputs: list[torch.Tensor], kept: set[int], inputs: Iterab
     """Return the outputs whose values a replay overwrites.
 
     ``kept`` are the storages of parameters, buffers and constants that no forward writes. ``inputs`` are static inputs
-    that no forward writes. An output that is such an input, or a view of it, is excluded too: TE copies the next input
-    into it, but thereby gives it a new version.
+    that no forward writes. An output that is such an input, or a view of it, is excluded too, because TE already gives
+    it a new version when it copies the next input into it.
     """
     storages, inputs = {*map(storage_of, inputs)}, {*map(id, inputs)}
 
