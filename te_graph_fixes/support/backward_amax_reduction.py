@@ -14,7 +14,7 @@ def add_take(replay: Any) -> None:
 
 
 def is_in_graph(used: Any) -> bool:
-    """Return whether the first FP8 module of the current autocast is in a graph that uses the FP8 state ``used``.
+    """Return whether the graph with the FP8 state ``used`` contains the first FP8 module of the current autocast.
 
     Outside of an autocast, return whether the graph contains an autocast with an FP8 module that has a backward.
     """

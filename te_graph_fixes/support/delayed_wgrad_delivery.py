@@ -77,7 +77,7 @@ def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
             if not is_bias or parameter.grad is None:
                 parameter.grad = None  # frees the old gradient before the copy is allocated
                 parameter.grad = grad.clone()
-            elif parameter.dim() > 1:  # one tensor for the biases of all experts: TransformerEngine adds to its .grad
+            elif parameter.dim() > 1:  # One tensor for the biases of all experts: TE adds to its .grad, up to TE 2.18.
                 parameter.grad.add_(grad)
 
     return assign

@@ -22,7 +22,7 @@ from ._te_fp8_state_at_replay import global_state
 
 MARK = "is_first_microbatch"
 _listening: tuple[int, Callable[[Any, bool], Any]] | None = None
-"""The thread id of a warmup or capture, and a function that gets each called module and its ``is_first_microbatch``."""
+"""The thread of a warmup or capture, and a function of each called module and its ``is_first_microbatch``, or None."""
 _MISSING = object()
 
 

@@ -56,7 +56,7 @@ class UsedState:
     modules_in_fp8: dict[Any, bool] = field(default_factory=dict)
     """The attribute ``fp8`` of each module after the forward."""
     in_capture: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    """The states used in the autocast of the capture, each with its own recipe (as in attention) or None."""
+    """The delayed-scaling states in the autocast of the capture, each with its own recipe (as in attention) or None."""
     of_modules: list[dict[str, Any]] = field(default_factory=list)
     """The states that are copied for a recomputation. Operations of `te.ops` copy no state."""
     owners: dict[Any, None] = field(default_factory=dict)

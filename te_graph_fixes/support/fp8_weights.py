@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 COLUMNWISE = ("_transpose", "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
-"""The parts of quantized tensors, in all formats, that only a dgrad reads."""
+"""The parts of quantized weights, in all formats, that only a dgrad reads."""
 
 
 class PrimaryWeights:

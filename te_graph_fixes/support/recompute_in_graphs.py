@@ -58,8 +58,8 @@ class _Steps:
     the flag of the first FP8 module at the checkpoints of the graph.
 
     A recomputation enters an autocast. If the backward runs inside an autocast of the program, as in a loop over
-    microbatches, the end of this inner autocast updates no scales, and its start does not set the flag of the first FP8
-    module.
+    microbatches, the end of the recomputation's autocast updates no scales, and its start does not set the flag of the
+    first FP8 module.
     """
 
     def __init__(self, kinds: set[str], flag: Any, first_modules: list[bool]) -> None:

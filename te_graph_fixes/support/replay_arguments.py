@@ -57,7 +57,7 @@ class SampleArguments:
 
         A tensor of another dtype causes an error only if it is quantized and the recipe is delayed scaling. Otherwise,
         the replay casts it. Outside of `torch.autocast`, the cast of a tensor that is not quantized causes a warning,
-        once for each combination of dtypes.
+        once for each class of modules, layer number and combination of dtypes.
         """
         if (given := _properties(call.inputs)) != self._properties:
             self._compare(*given, call)
@@ -190,9 +190,9 @@ def refuse_backward(_ctx: Any) -> None:
 def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outputs: Sequence[Any] | None) -> None:
     """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
 
-    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and their gradients. The gradients are None if
-    no backward was captured. A capture under `torch.no_grad` adds no step, because it does not show which outputs need
-    a gradient.
+    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and the buffers for their gradients, or None if
+    TE created no buffers. A capture under `torch.no_grad` adds no step, because it does not show which outputs need a
+    gradient.
     """
     needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
     if grad_outputs is not None:

@@ -39,7 +39,8 @@ def fields_of(value: Any) -> dict[str, Any]:
 def holds_tensors(value: Any, is_field: bool = False) -> bool:
     """Return whether a value is a tensor, or a container or an object that holds a tensor.
 
-    If ``is_field`` is true, the value is an attribute of another object, and its own attributes are not searched.
+    Parameters and modules do not count, because the graph reads them anyway. If ``is_field`` is true, the value is an
+    attribute of another object, and its own attributes are not searched.
     """
     if isinstance(value, _PLAIN):
         return False
