@@ -5,9 +5,10 @@ Upstream: none yet
 With ``delay_wgrad_compute``, `backward_dw` assigns the gradients of biases, and of weights without a fused wgrad, to
 ``.grad`` in Python. A replay does not repeat these assignments. With the fix, the capture records the gradients, and
 each replay assigns copies of them before the hooks run. As in an eager `backward_dw`, a weight's ``.grad`` is replaced,
-and a bias's ``.grad`` is set only if it is None. Warmup and capture do not change ``.grad``. The fix also records
-modules whose ``forward`` is called directly, although TE's hooks do not see them. In a capture, GroupedLinear no longer
-returns the buffers of its delayed wgrads, because no wgrad has filled them yet. Eager training does not change.
+and a bias's ``.grad`` is set only if it is None. (If one tensor contains the biases of all experts, the gradient is
+added to its ``.grad``.) Warmup and capture do not change ``.grad``. The fix also records modules whose ``forward`` is
+called directly, although TE's hooks do not see them. In a capture, GroupedLinear no longer returns the buffers of its
+delayed wgrads, because no wgrad has filled them yet. Eager training does not change.
 """
 
 from ..fix import Fix

@@ -5,9 +5,9 @@ Upstream: none yet, TE 2.10 to main
 The dgrad of an FP8 parameter reads its transpose. Eager forwards and backwards compute missing transposes, but a replay
 runs no Python. Transposes are lost in two ways:
 
-1. ``quantize_master_weights`` (``cast_master_weights_to_fp8``) with its default arguments marks them as invalid, or
-   drops the columnwise data of block scaling. ZeRO optimizers use these defaults. The next forward then has to compute
-   the transposes.
+1. ``quantize_master_weights`` (up to TE 2.13: ``cast_master_weights_to_fp8``) with its default arguments marks them as
+   invalid, or drops the columnwise data of block scaling. ZeRO optimizers use these defaults. The next forward then
+   has to compute the transposes.
 2. The quantizers of modules built under ``torch.no_grad()`` produce no columnwise data. Each ``copy_`` by an optimizer
    then drops the transpose, and the next backward has to compute it.
 

@@ -6,7 +6,7 @@ A replay flattens its arguments and copies them into the static inputs by positi
 passed as a keyword, or an argument is missing, the first *weight* is used as an input. If the keys of a dict are in
 another order, its tensors are mixed up. Inputs of another shape are broadcast. A number, a string or an object keeps
 the value of the capture. A keyword that is not among the sample arguments is ignored, although it may be a tensor or
-hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches gets a gradient. The gradient of an
+hold tensors (Megatron's ``packed_seq_params``). An output that its module detaches needs a gradient. The gradient of an
 FP8 output (``fp8_output=True``) is quantized, and in delayed scaling an FP8 input is quantized twice.
 
 With the fix, an output needs a gradient only if it needed one in the capture. The other cases raise `TypeError` or

@@ -13,7 +13,7 @@ SHARED_DUMMIES = """
 """
 """In a capture, `LayerNormMLP` returns TE's shared dummies for wgrads in ``main_grad``, as all other modules do.
 
-Its own dummies are in graph memory.
+Without these hunks, it returns dummies in graph memory, which have to be copied.
 """
 
 SKIP_FLAG = """

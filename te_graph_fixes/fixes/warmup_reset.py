@@ -1,10 +1,10 @@
-"""Bug: every graph contains the behavior of the first microbatch.
+"""Bug: the first graph of a module contains the behavior of the first microbatch.
 
 Upstream: https://github.com/NVIDIA/TransformerEngine/pull/2715 (TE 2.14)
 
 After the warmup, `_make_graphed_callables` sets ``is_first_microbatch = True`` on every module that has the attribute.
-Megatron's modules have it. Every graph then records a first microbatch, so each replay overwrites ``main_grad`` with
-its wgrad. The fix removes this loop over the modules.
+Megatron's modules have it. The first graph of each module then records a first microbatch, so each replay of this
+graph overwrites ``main_grad`` with its wgrad. The fix removes this loop over the modules.
 """
 
 from ..fix import Fix

@@ -4,8 +4,8 @@ Upstream: none yet, TE 2.10 to main; https://github.com/NVIDIA/Megatron-LM/issue
 https://github.com/NVIDIA/Megatron-LM/issues/7410 are about float64
 
 With ``_reuse_graph_input_output_buffers``, static outputs and grad inputs become weak references. TE builds each weak
-reference from an address, a shape and a dtype. The strides are lost silently. The capture fails for dtypes without a
-numpy equivalent in TE's table: float64, uint8 to uint64, complex numbers, some float8 dtypes, and int16 up to TE 2.17.
+reference from an address, a shape and a dtype. The strides are lost silently. The capture fails for dtypes that TE's
+table of numpy dtypes lacks: float64, uint8 to uint64, complex numbers, some float8 dtypes, and int16 up to TE 2.17.
 With the fix, a weak reference covers the bytes of the tensor, viewed with its dtype and strides.
 """
 
