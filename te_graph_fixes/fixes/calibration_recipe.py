@@ -4,8 +4,7 @@ Upstream: none yet
 
 If FP8 is enabled for no module, `make_graphed_callables` sets ``recipe`` to None, which means the default recipe. On
 Hopper GPUs, the amax histories of the default recipe have 1024 entries, even if the caller's ``amax_history_len`` is
-different. On Blackwell GPUs, the default recipe has no amax histories. With the fix, ``recipe`` does not change if
-``calibrating`` is set.
+different. With the fix, ``recipe`` does not change if ``calibrating`` is set.
 """
 
 from ..fix import Fix

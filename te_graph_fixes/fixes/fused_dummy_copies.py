@@ -4,10 +4,9 @@ Upstream: none yet, TE 2.19 to main. https://github.com/NVIDIA/TransformerEngine
 https://github.com/NVIDIA/Megatron-LM/pull/5893 turns all copies off in Megatron-LM, but no Megatron-Core release up to
 0.19.2 contains it.
 
-From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns, except gradients of parameters with
-``skip_backward_post_hook`` (delayed wgrads). With the fix, TE's shared dummies for wgrads in ``main_grad`` are not
-copied. In a capture, `LayerNormMLP` returns these dummies instead of its own dummies in graph memory. For TE before
-2.19, `param-grad-lifetime` contains these changes.
+From TE 2.19 on, `Graphed.backward` copies every parameter gradient that it returns, except for delayed wgrads. With
+the fix, TE's shared dummies for wgrads in ``main_grad`` are not copied. In a capture, `LayerNormMLP` returns these
+dummies instead of its own dummies in graph memory. For TE before 2.19, `param-grad-lifetime` contains these changes.
 """
 
 from ..fix import Fix

@@ -5,8 +5,7 @@ Upstream: none yet, TE 2.10 to main
 With the fix, each replay checks its preconditions. No other graph may have overwritten the data that the replay reads.
 The modules must be the same objects as at the capture, the parameters and each ``main_grad`` must be at the same
 addresses, and the same parameters must be trained. A replay raises `RuntimeError` if its result could differ from eager
-training (docs/maintainers/replay-contract.md). Whether a replay raises an error depends only on the program, not on
-timing.
+training (docs/maintainers/replay-contract.md). The errors depend only on the program, not on timing.
 
 Some programs become correct instead. A tensor that is the sample argument of several inputs is copied for each input.
 Copies of a module have no graph, because a graph reads the parameters of the original. Outputs and gradients are

@@ -43,8 +43,7 @@ gradients of delayed wgrads                             `DelayedGrad`           
 ======================================================  ====================================  =======================
 
 Replays change other objects: a `Call` for each forward, `Preconditions` for each callable, and a `MemoryPool` for all
-callables that share memory. `GraphFlags` also notes the last value of each flag, and `RecipeStates` how many states
-had been replaced by the last forward.
+callables that share memory. `GraphFlags` also notes the last flags, and `RecipeStates` the number of replaced states.
 
 Some fixes edit TE's own code around these phases: the flag of the first FP8 module (`backward-amax-reduction`), the
 condition for filling the skip flag (`stale-fp8-weights`), the list of outputs (`none-outputs`), the copies of parameter

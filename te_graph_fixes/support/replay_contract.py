@@ -241,7 +241,6 @@ class Preconditions:
             slots.require_same(record.name)
 
     def note_wgrad(self) -> None:
-        """Note the replay of the wgrad."""
         if self._record.wgrad:
             self._record.pool.note_replay(self._record.wgrad)
         self._dgrad_time = 0

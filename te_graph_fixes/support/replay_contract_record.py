@@ -223,7 +223,6 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which ``tensor`` is a view, or ``tensor`` itself."""
     return tensor if tensor._base is None else tensor._base
 
 

@@ -16,10 +16,7 @@ class RecipeStates:
     """
 
     def __init__(self, replay: Any) -> None:
-        """Add `check`, `resume` and `check_backward` to the steps of ``replay`` if the capture used any state.
-
-        Raise RuntimeError if the captured forward removed the state of an operation that it had used.
-        """
+        """Add steps to ``replay`` if the capture used any state. Raise RuntimeError if its forward removed a state."""
         used = replay.fp8_state
         self._name, self._replacements_before = replay.name, 0
         self._in_autocast, self._fusers = used.in_autocast, used.fusers
