@@ -236,8 +236,14 @@ RULES: dict[str, Callable[[Program], Any]] = {
         not (p.offload and p.clears_marks)
     ),
     "only a frozen layer can be unfrozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
-    "a warmup hook changes main_grads, but a layer that becomes frozen has none": lambda p: (
-        not p.warmup_hook or (p.fused and not {"freeze", "switch_recipe", "recapture"} & {*p.events})
+    "a warmup hook needs the main_grads of captured layers, and a failed capture does not restore them": lambda p: (
+        not p.warmup_hook
+        or (
+            p.fused
+            and not p.not_captured
+            and not {"freeze", "switch_recipe", "recapture"} & {*p.events}
+            and not {"failed_capture", "failed_capture_in_garbage", *EXTRA_CAPTURES} & {*p.events}
+        )
     ),
     "reusing the FP8 weights of the first forward needs plain layers in FP8, and one recipe": lambda p: (
         p.weights != "own"
