@@ -342,6 +342,20 @@ for x in (random(1, 32), random(1, 32, grad=False), random(32, 1)):
     refused(lambda: layer(x), "and got shapes")
 """
 
+FREED = """
+outputs = []
+
+def masked(linear, x, mask):
+    out = torch.relu(linear(x) * mask)  # autograd saves this output with its own node
+    outputs.append(weakref.ref(out))
+    return out
+
+layer = te.make_graphed_callables(Module(masked), (random(), random(grad=False)))
+outputs.clear()
+layer(random(), random(1, 32, grad=False)).sum().backward()
+assert outputs and not any(output() is not None for output in outputs), outputs
+"""
+
 QUANTIZED = """
 def fp8_output(linear, x):
     return linear(x, fp8_output=True)
@@ -397,6 +411,7 @@ PROGRAMS = {
     "ignored keywords": IGNORED,
     "other containers": STRUCTURES,
     "inputs that eager training shows to be equivalent": ASKED,
+    "tensors of the eager forward": FREED,
     "quantized tensors": QUANTIZED,
     "delayed wgrads of an input without a gradient": DELAYED,
 }
