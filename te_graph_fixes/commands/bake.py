@@ -116,12 +116,7 @@ def undo(source: Source, force: bool = False) -> str:
             new.unlink()
         if (manifest := Manifest.read(location)) is None:
             return ""
-        before = {path: manifest.files[path][0] for path in manifest.baked(source, force)}
-        if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
-            raise BakeError(
-                f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
-                f"`patch -p1 -R`. To remove an overlay, remove its mounts. After a bake, reinstall TransformerEngine."
-            )
+        before = _digests_before(source, manifest, force)
         _require_inside(source, manifest.files)
         for path in reversed(manifest.files):
             file, original = root / path, Path(f"{root / path}{ORIGINAL}")
@@ -133,6 +128,27 @@ def undo(source: Source, force: bool = False) -> str:
         return f"Undid the bake of {manifest.by}: {len(before)} modules restored or deleted in {location}"
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def source_before(source: Source, manifest: Manifest) -> Source:
+    """Return the source that an `undo` would restore, without changing files. Raise `BakeError` as `undo` does."""
+    root, original = Path(source.location).parent, Source(source.location, source.version)
+    for path, before in _digests_before(source, manifest, force=False).items():
+        data = Path(f"{root / path}{ORIGINAL}").read_bytes() if before else None
+        original.replace(path.removesuffix(".py").replace("/", "."), data)
+    return original
+
+
+def _digests_before(source: Source, manifest: Manifest, force: bool) -> dict[str, str | None]:
+    """Return the digests of the originals (None: an added module) of the modules that an undo changes, by path."""
+    root = Path(source.location).parent
+    before = {path: manifest.files[path][0] for path in manifest.baked(source, force)}
+    if lost := [path for path in before if before[path] not in (None, file_digest(f"{root / path}{ORIGINAL}"))]:
+        raise BakeError(
+            f"Nothing to undo: the originals of {', '.join(lost)} are missing or changed. To revert a patch, use "
+            f"`patch -p1 -R`. To remove an overlay, remove its mounts. After a bake, reinstall TransformerEngine."
+        )
+    return before
 
 
 def write_files(folder: Path, root: Path, files: Mapping[str, tuple[str, str]], suffix: str = "") -> None:

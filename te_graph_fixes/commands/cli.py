@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..decision import Decision, decide, read, settings_conflict
-from ..fixes import CATALOGUE
+from ..decision import Decision, Reading, decide, read, settings_conflict
+from ..fixes import CATALOGUE, assess
 from ..manifest import UNDO, BakeError, Manifest, digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import InstallationError
@@ -158,19 +158,22 @@ def _check_bake(decision: Decision, where: str) -> int:
 def _bake_in_place(source: Source, where: str) -> str:
     """Bake the fixes into TE, and return a message for the user.
 
-    First undo an earlier bake that is outdated, incomplete or not intact. If TE is the installed TE, and could be
-    imported before the bake but not after it, undo the bake.
+    Replace an earlier bake that is outdated, incomplete or not intact. If TE is the installed TE, and could be imported
+    before the bake but not after it, undo the bake.
     """
     settings, location = _settings(), Path(source.location)
     reading, earlier = read(source), Manifest.read(location)
     is_unrecognized = any(found.verdict == Verdict.UNRECOGNIZED for found in reading.assessments.values())
-    if earlier and (earlier.outdated or is_unrecognized):
-        _note(bake.undo(source))
-        reading = read(Source(source.location, source.version))
+    replaced = earlier if earlier and (earlier.outdated or is_unrecognized) else None
+    if replaced:
+        source = bake.source_before(source, replaced)
+        reading = Reading(source, assess(source))
     decision = decide(reading, settings)
     if conflict := settings_conflict(decision):
         raise BakeError(conflict)
     _require_complete(decision)
+    if replaced:
+        _note(bake.undo(source))
     if not decision.to_apply:
         summary = texts.summary_line(decision)
         if decision.disabled:
@@ -180,9 +183,7 @@ def _bake_in_place(source: Source, where: str) -> str:
     try:
         bake.write_in_place(source, files)
         if not where and not problem_before and (problem := _import_problem()):
-            raise BakeError(
-                f"Nothing was changed, because TransformerEngine cannot be imported with the fixes: {problem}"
-            )
+            raise BakeError(f"Nothing was baked: TransformerEngine cannot be imported with the fixes: {problem}")
     except BaseException:
         bake.undo(source)
         raise

@@ -379,6 +379,17 @@ def test_a_bake_of_another_version_is_replaced(small: Path, cli: Cli, monkeypatc
     assert at > 40
 
 
+def test_a_bake_stays_if_it_cannot_be_replaced(small: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    (small / BASE).write_text(TEXT.replace("1", "one"))
+    with monkeypatch.context() as other:
+        other.delitem(CATALOGUE, "none-outputs")
+        assert cli("bake", "--source", small)[0] == 0
+    manifest_with({"version": "0.0.9"})(small)
+    before = content(small)
+    status, _, err = cli("bake", "--source", small)
+    assert (status, "cannot be applied:\n  none-outputs: looked for" in err, content(small)) == (1, True, before)
+
+
 ALL, OFF, REPLAY = ("", ""), ("off", ""), ("", "replay-arguments")
 
 
