@@ -44,7 +44,7 @@ class Options:
         words = text.lower().replace(" ", "")
         if words in ("", "0", "off"):
             return None
-        match = re.fullmatch(r"(?:(on|\d+)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", words)
+        match = re.fullmatch(r"(?:(on|[1-9]\d*)(?:,|$))?(?:layers=(\d+)(?:,|$))?(strict)?", words)
         if match is None:
             raise ValueError(f"{name}={text} is invalid. Valid values: on, off, N, N,layers=K, N,strict")
         steps, layers, strict = match.groups()
