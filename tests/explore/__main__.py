@@ -221,7 +221,10 @@ def has_gpu() -> bool:
 
 
 def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Call ``work`` in ``--jobs`` processes, with iterators that together yield each number below ``count`` once."""
+    """Call ``work`` in ``--jobs`` processes, with iterators that together yield each number below ``count`` once.
+
+    End this process with an error if one of these processes fails, because programs are then missing in the results.
+    """
     fork = multiprocessing.get_context("fork")
     begun = fork.Value("i", 0)
 
@@ -244,6 +247,8 @@ def in_jobs(options: argparse.Namespace, count: int, work: Callable[[Iterator[in
         each.start()
     for each in jobs:
         each.join()
+    if failed := [each.exitcode for each in jobs if each.exitcode]:
+        sys.exit(f"{len(failed)} of {len(jobs)} processes failed with status {failed[0]}. The results are incomplete.")
 
 
 def note(options: argparse.Namespace, line: dict[str, Any], say: bool = True) -> None:

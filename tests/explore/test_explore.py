@@ -37,6 +37,12 @@ def test_programs_are_as_without_graphs(programs: int) -> None:
     assert int(str(lines[-1]["equal"])) > programs / 2
 
 
+def test_a_process_that_fails_is_an_error() -> None:
+    done = on_simulator("-m", "tests.explore", "--disable", "nosuchfix", imported=TE)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "1 of 1 processes failed" in done.stderr
+
+
 def test_what_breaks_a_capture_is_right_or_refused() -> None:
     status, lines = explore("--broken", "--programs", "16")
     assert status == 0, lines
