@@ -13,8 +13,8 @@ the same model on mock data in deterministic mode, so correct runs print the sam
 compare graphs with eager modules during the training. `hybrid` needs mamba-ssm.
 
 Exit with 1 if the run with the fixes fails or differs from graphs off, if a run with --check fails or changes a digit,
-or if the check with the fixes finds a mismatch or compares nothing. Exit with 2 for wrong usage, or if the run with
-graphs off fails.
+if the check with the fixes does not pass (docs/check.md), or after an interrupt. Exit with 2 for wrong usage, or if the
+run with graphs off fails.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Megatron's own graphs, one with the fixes under `te-graph-fixes run --check`. Up
 program compares the printed losses and norms with the values of the run with graphs off, digit by digit. If the program
 is interrupted, it ends the runs in progress and prints the results of the finished options.
 
-Exit with 1 if a run with te-graph-fixes fails or differs from graphs off, if a check finds a mismatch, compares nothing
-or changes the training, or after an interrupt. Exit with 2 for wrong usage. An option passes if its run with graphs off
+Exit with 1 if a run with te-graph-fixes fails or differs from graphs off, if a check does not pass (docs/check.md) or
+changes the training, or after an interrupt. Exit with 2 for wrong usage. An option passes if its run with graphs off
 fails.
 """
 

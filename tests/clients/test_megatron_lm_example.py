@@ -136,8 +136,11 @@ def test_norms_are_compared_and_shown_by_kind_of_parameter(run: Run) -> None:
         (log(RIGHT, DIFFERENT), 1, "fixes on: 2 steps, 8 callables, 1,456 tensors on 2 ranks: 3 differ, on rank 0"),
         (log(WRONG, EQUAL), 1, "checked against with te-graph-fixes: differ: grad norm 1 of 8"),
         (log(RIGHT), 1, "checked against with te-graph-fixes: the same in every digit"),
+        (log(RIGHT, f"{EQUAL}, except 2 that two eager runs do not reproduce"), 0, "except 2"),
+        (log(RIGHT, f"{EQUAL}; 1 callable left out"), 1, "left out"),
+        (log(RIGHT, f"{EQUAL}; 2 callables not reached"), 1, "not reached"),
     ],
-    ids=["equal", "mismatch", "another-training", "no-result"],
+    ids=["equal", "mismatch", "another-training", "no-result", "noisy", "left-out", "not-reached"],
 )
 def test_a_checked_run_must_be_all_equal_and_unchanged(run: Run, checked: str, status: int, printed: str) -> None:
     programs = [(log(RIGHT), 0), (log(WRONG), 0), (log(RIGHT), 0), (log(WRONG, DIFFERENT), 0), (checked, 0)]
