@@ -229,6 +229,8 @@ def run_and_report(training: Training, options: argparse.Namespace) -> int:
         print(f"{setting}: {shlex.join(training.command(setting))}", flush=True)
     jobs = [(training, setting) for setting in settings]
     found = run_all(jobs, len(jobs) if options.at_once else 1, options.timeout)
+    if len(found) < len(jobs):  # after an interrupt
+        return 1
     runs = {setting: found[training.name, setting] for setting in settings}
     (training.folder / "runs.json").write_text(json.dumps({name: asdict(run) for name, run in runs.items()}))
     unchecked = {setting: runs[setting] for setting in SETTINGS}

@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,6 +116,11 @@ def test_a_run_that_takes_too_long_is_ended(
     monkeypatch.setattr(sys, "argv", ["example", str(tmp_path), "--out", str(tmp_path / "out"), "--timeout", "0.5"])
     assert example.main() == 2
     assert "graphs off: took longer than --timeout" in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_with_1(run: Run, runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "time", Mock(sleep=Mock(side_effect=KeyboardInterrupt), monotonic=time.monotonic))
+    assert run(*[(log(RIGHT), 0)] * 3)[0] == 1
 
 
 def norms(**changed: float) -> str:
