@@ -246,11 +246,19 @@ def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
     """Add the command-line arguments that `run_and_report` reads. ``folder`` is the default of ``--out``."""
     parser.add_argument("--check", action="store_true", help="add two runs under `te-graph-fixes run --check`")
     parser.add_argument("--gpus", type=int, default=2, help="the number of GPUs; default: %(default)s")
-    parser.add_argument("--iterations", type=int, default=14, help="steps of a run; default: %(default)s")
+    parser.add_argument("--iterations", type=iterations, default=14, help="steps of a run; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(folder), help="folder of logs; default: %(default)s")
     parser.add_argument("--title", default="", help="the title of the picture")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per run; default: %(default)s")
     parser.add_argument("--at-once", action="store_true", help="run all settings at the same time, and print no times")
+
+
+def iterations(text: str) -> int:
+    if int(text) <= WARMUP + 1:
+        raise argparse.ArgumentTypeError(
+            f"must be at least {WARMUP + 2}, because graphs are captured after {WARMUP} steps"
+        )
+    return int(text)
 
 
 def load(path: Path) -> dict[str, Run]:

@@ -123,6 +123,13 @@ def test_an_interrupt_exits_with_1(run: Run, runs: ModuleType, monkeypatch: pyte
     assert run(*[(log(RIGHT), 0)] * 3)[0] == 1
 
 
+@pytest.mark.parametrize("program", ["megatron_lm", "megatron_bridge"])
+def test_too_few_iterations_are_wrong_usage(program: str, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [program, *["checkout"] * (program == "megatron_lm"), "--iterations", "4"])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(program).main()
+
+
 def norms(**changed: float) -> str:
     return f"gradient norms of step 4: {json.dumps({**NORMS, **changed})}"
 
