@@ -45,8 +45,7 @@ def unexpected(tree: Source) -> list[str]:
 
 def at_ref(repository: Path, ref: str, folder: Path) -> Path:
     """Extract `PARTS` from ``ref`` of a repository into a new folder below ``folder``, and return the new folder."""
-    name = ref if ref.startswith(("refs/", "origin/")) or "/" not in ref else f"refs/{ref}"
-    git = ["git", "-C", str(repository), "archive", name, *PARTS]
+    git = ["git", "-C", str(repository), "archive", ref, *PARTS]
     archive = subprocess.run(git, capture_output=True, check=True).stdout
     tree = folder / ref.replace("/", "-")
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:

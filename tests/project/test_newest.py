@@ -30,7 +30,8 @@ def test_newest_reads_a_ref_and_not_the_working_tree(tmp_path: Path, capsys: pyt
         git(tmp_path, "add", "--all")
         git(tmp_path, "commit", "--quiet", "-m", version)
     git(tmp_path, "update-ref", "refs/pull/1/merge", "main~1")
-    assert newest.main([str(tmp_path), "--ref", "pull/1/merge", "--ref", "main"]) == 0
+    git(tmp_path, "branch", "release/2.15")
+    assert newest.main([str(tmp_path), "--ref", "pull/1/merge", "--ref", "release/2.15"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("TransformerEngine ")] == list(VERSIONS)
     assert version_file.read_text() == f"{VERSIONS[-1]}\n"
