@@ -32,12 +32,12 @@ GRAPH_FILE = "transformer_engine/pytorch/graph.py"
 def main(arguments: list[str]) -> None:
     """Write the reports for the fixes in ``arguments``, by default all. For a fix without edits, print the reason."""
     checkout, folder, *names = arguments
+    reports = sorted(path.stem for path in REPORTS.glob("*.md") if path.stem != "README")
+    if unknown := sorted({*names} - {*reports}):
+        sys.exit(f"There is no report about {', '.join(unknown)}.")
     source = Source.at(Path(checkout))
     found = assess(source)
-    for report in sorted(REPORTS.glob("*.md")):
-        fix = report.stem
-        if fix == "README" or (names and fix not in names):
-            continue
+    for fix in names or reports:
         if not found[fix].edits:
             print(f"{fix}: {found[fix].reason}")
             continue

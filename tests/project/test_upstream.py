@@ -41,6 +41,11 @@ def test_every_report_is_about_a_fix_and_has_a_test() -> None:
     assert set(TESTS) <= set(CATALOGUE)
 
 
+def test_a_fix_without_a_report_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no report about nosuchfix"):
+        upstream.main([str(source(VERSIONS[-1])), str(tmp_path), "nosuchfix"])
+
+
 @pytest.mark.parametrize("fix", TESTS)
 def test_a_test_for_te_fails_without_the_fixes_and_passes_with_them(fix: str, tried_te: TriedTE) -> None:
     tried_te.require(fix)
