@@ -51,5 +51,6 @@ FIX = Fix(
     affects="DelayedScaling (Megatron --fp8-recipe delayed), te.checkpoint in captured modules (--recompute-modules)",
     patch=REPLAY_STEPS + SKIP_FLAG + PATCH,
     requires=("fp8-state-at-replay",),
+    after=("backward-dw-order",),
     check_hints=("fp8 gradient",),
 )
