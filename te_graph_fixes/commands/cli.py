@@ -117,8 +117,9 @@ def _diff(options: argparse.Namespace) -> int:
 def _bake(options: argparse.Namespace) -> int:
     """Write the fixes into TE's files, all or none, for example while you build an image.
 
-    exit status: 0 every needed fix is baked or disabled; 1 nothing was changed (--check: a needed fix is missing;
-      --undo: see `te-graph-fixes status`); 2 no TE, or an invalid variable; 130 interrupted
+    exit status: 0 all needed fixes but the disabled ones are baked; 1 nothing was baked, for example because all are
+      disabled (--check: a needed fix is missing; --undo: see `te-graph-fixes status`); 2 no TE, or an invalid variable;
+      130 interrupted
     example: te-graph-fixes bake
     """
     if options.force and not options.undo:
