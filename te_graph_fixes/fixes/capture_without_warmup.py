@@ -18,8 +18,11 @@ PATCH = """
 +    if isinstance(m, TransformerEngineBaseModule):
 +        # Attention in FP8 has no parameters, but it has delayed scales even if the recipe is not delayed scaling.
 +        has_scales = is_delayed if list(m.parameters(recurse=False)) else attention_in_fp8
-+        return has_scales and not m.fp8_meta_tensors_initialized
-+    return is_delayed and isinstance(m, BasicOperation) and m._fp8_metas is None and m.num_quantizers("forward") > 0
++        fp8_meta = m.fp8_meta
++    else:
++        has_scales = is_delayed and isinstance(m, BasicOperation) and m.num_quantizers("forward") > 0
++        fp8_meta = m._fp8_metas["forward"] if has_scales and m._fp8_metas else {}
++    return has_scales and getattr(fp8_meta.get("scaling_fwd"), "amax_history", None) is None
 +
 +is_delayed = isinstance(recipe, DelayedScaling)
 +attention_in_fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)

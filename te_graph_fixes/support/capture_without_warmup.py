@@ -33,9 +33,8 @@ def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         torch.set_rng_state(random_states[1])
         for registry, name, buffer in buffers:
             registry[name] = buffer
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
+        for tensor, value in values:
+            tensor.data.copy_(value)  # without a new version, which the record takes for a write of the forward
 
 
 def _held(value: Any, seen: set[int]) -> Iterator[Any]:

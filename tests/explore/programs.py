@@ -306,6 +306,9 @@ RULES: dict[str, Callable[[Program], Any]] = {
             and {*p.modules} <= {*TE_LAYERS[:4]}
         )
     ),
+    "without a warmup, each replay for evaluation resets the scales that the capture created in an own autocast": (
+        lambda p: p.warmup or not p.inference or "OwnAutocast" not in p.modules
+    ),
     "an FP8 output needs a captured layer before an eager layer, in delayed scaling": lambda p: (
         "Fp8Output" not in p.modules
         or (
@@ -400,6 +403,24 @@ FOUND = {
     ),
     "cached weights that a graph for inference quantized at each replay, because its capture had no warmup": Program(
         recipe="current", weights="cached", warmup=0, inference="first", events=("step", "infer", "step", "infer")
+    ),
+    "scales that a capture for inference created after a capture in another recipe, without a warmup": Program(
+        recipe="current",
+        other="delayed",
+        warmup=0,
+        inference="first",
+        events=("step", "infer", "switch_recipe", "infer"),
+    ),
+    "scales of operations that a capture for inference created in the same way": Program(
+        modules=("nested_operations",),
+        recipe="current",
+        other="delayed",
+        warmup=0,
+        inference="first",
+        events=("step", "infer", "switch_recipe", "infer"),
+    ),
+    "a buffer that counted as written, because a warmup that was not requested restored it": Program(
+        modules=("Returning",), order=(1, 1, -1, -1), warmup=0
     ),
 }
 """Programs that revealed bugs of this package, by bug. All of these bugs are fixed."""
