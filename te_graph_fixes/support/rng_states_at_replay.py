@@ -20,7 +20,7 @@ class Generators:
     def __init__(self) -> None:
         states = get_all_rng_states() if graph_safe_rng_available() else {}
         trackers = (tracker for tracker in gc.get_objects() if issubclass(type(tracker), CudaRNGStatesTracker))
-        tracker = next((tracker for tracker in trackers if tracker.states_ is states), None) if states else None
+        tracker = next((tracker for tracker in trackers if tracker.states_ == states), None) if states else None
         self._tracker = None if tracker is None else weakref.ref(tracker)
         self._captured = dict(states if tracker is None else tracker.states_)
 

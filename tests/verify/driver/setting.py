@@ -94,3 +94,4 @@ def the_tracker() -> Any:
 def seed_tracker(seed: int) -> None:
     tracker.reset()
     tracker.add("model-parallel-rng", seed)
+    tracker.set_states(tracker.get_states())  # as in checkpoints: other dicts, with the same generators
