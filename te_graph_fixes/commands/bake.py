@@ -10,6 +10,7 @@ It also runs after an error or a signal, and at the start of the next ``bake`` i
 import contextlib
 import difflib
 import fcntl
+import importlib.util
 import io
 import os
 import re
@@ -23,7 +24,7 @@ from ..decision import Decision
 from ..manifest import NAME, BakeError, Manifest, digest, file_digest
 from ..patching import PACKAGE, TE
 from ..patching.installation import changed_code, patched
-from ..patching.source import Source
+from ..patching.source import ModuleSource, Source
 from ..status import Status
 from ..version import __version__
 
@@ -132,11 +133,14 @@ def undo(source: Source, force: bool = False) -> str:
 
 def source_before(source: Source, manifest: Manifest) -> Source:
     """Return the source that an `undo` would restore, without changing files. Raise `BakeError` as `undo` does."""
-    root, original = Path(source.location).parent, Source(source.location, source.version)
+    root, modules = Path(source.location).parent, dict[str, ModuleSource | None]()
     for path, before in _digests_before(source, manifest, force=False).items():
-        data = Path(f"{root / path}{ORIGINAL}").read_bytes() if before else None
-        original.replace(path.removesuffix(".py").replace("/", "."), data)
-    return original
+        name = path.removesuffix(".py").replace("/", ".")
+        modules[name] = None
+        if before:
+            text = importlib.util.decode_source(Path(f"{root / path}{ORIGINAL}").read_bytes())
+            modules[name] = ModuleSource(name, str(root / path), text)
+    return Source(source.location, source.version, modules)
 
 
 def _digests_before(source: Source, manifest: Manifest, force: bool) -> dict[str, str | None]:

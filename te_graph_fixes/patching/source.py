@@ -45,11 +45,14 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one TE: its package folder, and its version, or None if the version is unknown."""
+    """The source of one TE: its package folder, and its version, or None if the version is unknown.
+
+    ``_modules`` are the modules read so far (None: there is no such module). All others are read from the folder.
+    """
 
     location: str
     version: str | None
-    _modules: "dict[str, ModuleSource | None]" = field(default_factory=dict, init=False, compare=False)
+    _modules: "dict[str, ModuleSource | None]" = field(default_factory=dict, compare=False)
 
     @classmethod
     def installed(cls) -> "Source":
@@ -78,8 +81,7 @@ class Source:
     def find(self, name: str) -> "ModuleSource | None":
         """Return module ``name``, or None if this TE has no such module."""
         if name not in self._modules:
-            path = self._path(name)
-            self.replace(name, path.read_bytes() if path.is_file() else None)
+            self._modules[name] = self._read(name)
         return self._modules[name]
 
     def module(self, name: str) -> "ModuleSource":
@@ -87,11 +89,6 @@ class Source:
         if (module := self.find(name)) is None:
             raise unrecognized(f"module {name}", self.location)
         return module
-
-    def replace(self, name: str, data: bytes | None) -> None:
-        """Replace the content of module ``name`` in this object, not on disk. None means that there is no module."""
-        path = str(self._path(name))
-        self._modules[name] = data if data is None else ModuleSource(name, path, importlib.util.decode_source(data))
 
     @property
     def modules_read(self) -> list[str]:
@@ -102,8 +99,11 @@ class Source:
         """Forget the modules read so far, because their syntax trees slow down every later garbage collection."""
         self._modules.clear()
 
-    def _path(self, name: str) -> Path:
-        return Path(self.location, *name.split(".")[1:]).with_suffix(".py")
+    def _read(self, name: str) -> "ModuleSource | None":
+        path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
+        if not path.is_file():
+            return None
+        return ModuleSource(name, str(path), importlib.util.decode_source(path.read_bytes()))
 
 
 def _version(folder: str) -> str | None:
