@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -24,6 +25,10 @@ def renamed(verdicts: dict[str, Assessment]) -> dict[str, Assessment]:
     }
 
 
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+|[^\w\s]", text))
+
+
 def statements(text: str) -> Counter[str]:
     """Return how often each statement without a body, and each item of a `with`, occurs in a module."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.stmt, ast.withitem))]
@@ -36,6 +41,7 @@ def test_names_of_fixes_change_only_the_order_of_statements(version: str) -> Non
     texts, others = patched(tree, verdicts), patched(tree, renamed(verdicts))
     assert texts.keys() == others.keys()
     for name, (_, text) in texts.items():
+        assert words(others[name][1]) == words(text)
         assert statements(others[name][1]) == statements(text)
     assert compile_patches(tree, renamed(verdicts))
 
