@@ -238,7 +238,13 @@ RULES: dict[str, Callable[[Program], Any]] = {
     "only a frozen layer can be unfrozen": lambda p: "unfreeze" not in p.events or "freeze" in p.events,
     "a warmup hook needs the main_grads of captured layers, and a later capture would change them again": lambda p: (
         not p.warmup_hook
-        or (p.fused and not p.not_captured and p.inference != "after" and {*p.events} <= {"step", "save", "load"})
+        or (
+            p.fused
+            and not p.not_captured
+            and p.inference != "after"
+            and not {"freeze", "switch_recipe", "recapture"} & {*p.events}
+            and not {"failed_capture", "failed_capture_in_garbage", *EXTRA_CAPTURES} & {*p.events}
+        )
     ),
     "reusing the FP8 weights of the first forward needs plain layers in FP8, and one recipe": lambda p: (
         p.weights != "own"
