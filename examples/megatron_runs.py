@@ -254,11 +254,11 @@ def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
 
 
 def iterations(text: str) -> int:
-    if int(text) <= WARMUP + 1:
-        raise argparse.ArgumentTypeError(
-            f"must be at least {WARMUP + 2}, because graphs are captured after {WARMUP} steps"
-        )
-    return int(text)
+    """Return the value of ``--iterations``. Raise ArgumentTypeError if graphs would be captured too late."""
+    steps, least = int(text), WARMUP + 2
+    if steps < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, because graphs are captured after {WARMUP} steps")
+    return steps
 
 
 def load(path: Path) -> dict[str, Run]:
