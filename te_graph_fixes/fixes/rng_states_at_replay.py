@@ -6,7 +6,7 @@ Graphs are registered with the generators of a tracker. After ``reset()`` and ``
 tracker has other generators, but the graphs still use the old generators. With the fix, replays refer to the tracker.
 If the tracker has other generators at a replay, their states are copied to the captured generators before the replay,
 and back after it. The tracker cannot reuse generators in place, because ``get_states()`` returns the generators
-themselves to its callers.
+themselves to its callers. On TE 2.10 and 2.11, ``set_states()`` also updates the global states, which a capture reads.
 """
 
 from ..fix import Fix
@@ -26,8 +26,17 @@ PATCH = """
      for _, state in get_all_rng_states().items():
          ...
 
-@@ distributed.py CudaRNGStatesTracker
+@@ distributed.py CudaRNGStatesTracker.__init__ (at its start)
++from ._te_rng_states_at_replay import trackers
++
++trackers.add(self)
++
+@@ distributed.py CudaRNGStatesTracker.set_states
  self.states_ = states
+ set_all_rng_states(self.states_)
+@@ (or)
+ self.states_ = states
++set_all_rng_states(self.states_)
 """
 
 FIX = Fix(

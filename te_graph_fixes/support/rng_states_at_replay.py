@@ -1,6 +1,5 @@
 """Make graphs draw from the current generators of an RNG tracker, as eager training does."""
 
-import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -9,18 +8,19 @@ from typing import Any
 import torch
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, get_all_rng_states, graph_safe_rng_available
 
+trackers: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
+
 
 class Generators:
     """The generators of the current RNG tracker at a capture, from which the graphs draw.
 
-    The tracker is None if ``gc.freeze()`` hides it. The newest generators of any tracker are then used, as in TE's
-    capture.
+    The tracker is None if it was created before the fix was applied. The newest generators of any tracker are then
+    used, as in TE's capture.
     """
 
     def __init__(self) -> None:
         states = get_all_rng_states() if graph_safe_rng_available() else {}
-        trackers = (tracker for tracker in gc.get_objects() if issubclass(type(tracker), CudaRNGStatesTracker))
-        tracker = next((tracker for tracker in trackers if tracker.states_ == states), None) if states else None
+        tracker = next((tracker for tracker in trackers if tracker.states_ is states), None)
         self._tracker = None if tracker is None else weakref.ref(tracker)
         self._captured = dict(states if tracker is None else tracker.states_)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 from typing import Any
@@ -22,12 +23,13 @@ _, VERDICTS = published.examined("installed")
 GPUS = {PRESWIZZLE: "blackwell-rtx", EXPERTS: "blackwell"}
 """The simulated GPU for fixes with edits that Hopper does not run."""
 
-
+APPLIED = {fix_id: verdict.edits for fix_id, verdict in VERDICTS.items() if verdict.verdict == Verdict.APPLICABLE}
+USES = collections.Counter(edit for edits in APPLIED.values() for edit in edits)
 EDITS = [
     pytest.param(fix_id, number, id=f"{fix_id}-{number}")
-    for fix_id, verdict in VERDICTS.items()
-    if verdict.verdict == Verdict.APPLICABLE
-    for number in range(len(verdict.edits))
+    for fix_id, edits in APPLIED.items()
+    for number, edit in enumerate(edits)
+    if USES[edit] == 1  # another fix would make a shared edit
 ]
 
 

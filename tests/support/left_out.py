@@ -196,6 +196,7 @@ def numbers_of_the_tracker() -> bool:
     run = te.make_graphed_callables(layer, (sample,))
     tracker.reset()
     tracker.add("wgrads", 2)
+    CudaRNGStatesTracker().add("wgrads", 3)  # the graph does not use this tracker
     run(sample).sum().backward()
     with tracker.fork("wgrads"):
         torch.rand(64, device="cuda")
