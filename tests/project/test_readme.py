@@ -178,7 +178,7 @@ def figures_of_cost() -> list[str]:
     first = max(float(cell) for cell in summary["the first capture of dense layers in a process"])
     return [
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
-        f"[about {100 * (step[0] - 1):.0f} % slower](docs/results/cost.md) on TE 2.12.0",
+        f"about {100 * (step[0] - 1):.0f} % slower on TE 2.12.0",
         f"{100 * (1 - step[1]):.0f} % faster on TE 2.20.2",
         f"a step takes {100 * (1 - min(by_size)):.0f} % less to {100 * (max(by_size) - 1):.0f} % more time",
         f"can be up to {100 * (first - 1):.0f} % higher",
@@ -205,8 +205,8 @@ def figures_of_versions() -> list[str]:
     megatron = sorted({version for row in table for version in re.findall(r"\b0\.(\d+)\.\d+", row[1])})
     newest = ".".join(VERSIONS[-1].split(".")[:2])
     return [
-        f"| TE | {OLDEST} to {newest}, and main;",
-        f"| Python, torch | {pythons[0]} to {pythons[-1]} ",
+        f"**Supported:** TE {OLDEST} to {newest} and main;",
+        f"Python {pythons[0]} to {pythons[-1]} ",
         f"[measured](docs/results/megatron.md) with 0.{megatron[0]} to 0.{megatron[-1]}",
     ]
 
