@@ -101,7 +101,7 @@ def loaded_function(module: str, qualname: str, codes: Collection[CodeType | Non
     Follow `__wrapped__` to the first function with one of these ``codes``, or else to the innermost object.
     """
     *outer, name = qualname.split(".")
-    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # absent, or wrapped in a cycle
+    with contextlib.suppress(KeyError, AttributeError, TypeError, ValueError):  # missing, or its wrappers form a cycle
         scope = functools.reduce(getattr, outer, cast(Any, sys.modules[module]))
         return inspect.unwrap(
             vars(scope).get(name), stop=lambda inner: type(inner) is FunctionType and inner.__code__ in codes

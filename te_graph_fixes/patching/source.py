@@ -108,7 +108,7 @@ class Source:
 
 def _version(folder: str) -> str | None:
     """Return TE's version from the metadata next to it, or from a checkout's VERSION.txt, or None if neither has it."""
-    for metadata in sorted(Path(folder).glob(f"{TE}*-info")):  # TE's own metadata comes before its parts'
+    for metadata in sorted(Path(folder).glob(f"{TE}*-info")):  # TE's own metadata comes first
         with contextlib.suppress(Exception):  # METADATA is unreadable, is not UTF-8, or has no version
             if version := importlib.metadata.Distribution.at(metadata).version:
                 return version

@@ -73,7 +73,7 @@ def delivery(grads: Iterable[DelayedGrad]) -> Callable[[], None]:
     def assign() -> None:
         for parameter, grad, is_bias in delayed:
             if not parameter.requires_grad:
-                continue  # It was frozen after the capture.
+                continue  # The parameter was frozen after the capture.
             if not is_bias or parameter.grad is None:
                 parameter.grad = None  # frees the old gradient before the copy is allocated
                 parameter.grad = grad.clone()

@@ -146,7 +146,8 @@ class FirstMicrobatches:
     def _flag_of(self, flags: "GraphFlags", as_first: "_AsFirst", module: Any, is_first: bool) -> torch.Tensor | None:
         """Return the flag that a call of ``module`` reads, or None if each replay repeats the call unchanged.
 
-        A module that is called with False each time gets a flag only if its mark was False before the warmup. Without a
+        ``is_first`` is the ``is_first_microbatch`` of the call, and the mark is the module's attribute of this name. A
+        module that is called with False each time gets a flag only if its mark was False before the warmup. Without a
         flag, its graph reuses the weights of an earlier call. A module without a mark that the warmup also called with
         True gets the constant flag, so its graph quantizes the weights at each replay. A module that fuses wgrads gets
         no flag while its mark is True, because a flag would keep the graph from overwriting ``main_grad``. If a call

@@ -24,7 +24,7 @@ class ReturnedGrads:
     """A function that returns ``grads``, static buffers of a replayed backward. ``copied`` marks buffers to copy.
 
     For each dtype, one kernel copies all vectors (biases, norm weights) whose sizes are multiples of `ALIGNMENT` bytes
-    into one block of memory. Due to these sizes, each copy is aligned in this block as in memory of its own.
+    into one block of memory. These sizes align each copy in this block as if it were allocated separately.
     """
 
     ALIGNMENT = 256

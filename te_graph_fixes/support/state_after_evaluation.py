@@ -57,7 +57,7 @@ class RecipeStates:
         call.resumed = resumed
 
     def resume(self, call: Any) -> None:
-        """Do the work of an eager forward on the FP8 state of the modules, with the graph's tensors."""
+        """Update the FP8 state of the modules as an eager forward does, with the tensors of the graph."""
         for module, states in call.resumed:
             if "fp8_meta" in vars(module):
                 module.init_fp8_metadata(num_gemms=module.fp8_meta["num_gemms"])

@@ -484,7 +484,7 @@ def broken_rule(program: Program) -> str | None:
 
 
 def draw(seed: int, gpu: str = "hopper", ranks: bool = True) -> Program:
-    """Return the random program of a seed. It keeps all rules and, without ``ranks``, runs in one process."""
+    """Return the random program of a seed. It breaks none of `RULES` and, without ``ranks``, runs in one process."""
     r = random.Random(seed)
     groups = [group.split(", ") for group in r.sample(GROUPS, r.choice((0, 1, 1, 2)))]
     families = r.choices(

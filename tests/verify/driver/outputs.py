@@ -43,7 +43,7 @@ class Viewed(te.Linear):  # type: ignore[misc,unused-ignore]
 
 
 class Typed(te.Linear):  # type: ignore[misc,unused-ignore]
-    """A projection with an output of a given dtype, which is its second output if the dtype supports no gradients."""
+    """A projection that returns a tensor of a given dtype: as its second output if the dtype supports no gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(TOKENS, TOKENS, **OPTIONS)

@@ -53,8 +53,8 @@ class Program:
     autocasts: str = "one"
     residual: bool = False  # the input is added to the output
     input_grads: bool = True
-    # The action of the parameters' hooks. "of the node": hooks of the accumulating node take the gradients, as in
-    # Megatron-Core's DDP.
+    # The action of the parameters' hooks. "of the node": hooks of the gradient's `AccumulateGrad` node take the
+    # gradients, as in Megatron-Core's DDP.
     hooks: str = ""
     wgrad_hooks: bool = False  # modules with delayed wgrads call hooks after each wgrad
     clears_marks: bool = False  # ``grad_added_to_main_grad`` of weights is cleared after a step, as Megatron-FSDP does
