@@ -198,7 +198,7 @@ def _bake_in_place(source: Source, where: str) -> str:
 
 def _import_problem() -> str:
     """Import the installed TE, with every edited module, in a new process. Return the error, or "" after a success."""
-    # Use the path of this process, because `python -c` would add the current folder.
+    # Use this process's `sys.path`, because `python -c` would add the current folder.
     program = f"import sys; sys.path[:] = {sys.path!r}; import {PACKAGE}"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -76,7 +76,7 @@ class FirstMicrobatches:
         self._caches_weights = caches_weights
 
     def restore(self) -> None:
-        """After the capture, restore the marks from before the warmup.
+        """After the capture, restore the marks (``is_first_microbatch`` of modules) from before the warmup.
 
         If the warmup passed only False to a module outside of all marked modules, also restore the weights that the
         module had cached before the warmup. If it had cached none, the first replay of the module quantizes the current

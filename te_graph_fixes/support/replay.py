@@ -72,7 +72,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "resume recipe states",  # before these states are registered, and before weights are quantized with them
         "register states of TE",
         "register states of capture",  # after TE's states, because TE does not know attention's own recipe
-        "use copied scales",  # after the registrations, which set the recipes: TE copies only delayed-scaling states
+        "use copied scales",  # after the registrations set the recipes, because TE copies only delayed-scaling states
         "recompute transposes",
         "use own skip flag",
         "fill flags of modules",  # before the cached weights, because the flags decide whether the graph reuses them

@@ -77,8 +77,8 @@ class EagerModule:
         count = specs[0].num_leaves
         leaves = [leaf.clone() if type(leaf) is torch.Tensor else leaf for leaf in leaves]
         args, values = tree_unflatten([*leaves[:count]], specs[0]), tree_unflatten([*leaves[count:]], specs[1])
-        # These hooks hide the run from a surrounding checkpoint. An output that is saved with its node would never be
-        # freed, and the next capture would fail because of the gradient accumulators that the node refers to.
+        # These hooks hide the run from a surrounding checkpoint. They also detach the saved tensors: an output that is
+        # saved with its node would never be freed, so the node's gradient accumulators would let the next capture fail.
         detached = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
         with self._restored(), autocast(enabled=False), detached, operations or contextlib.nullcontext():
             outputs = self._forward(*args, **dict(zip(self._keywords, values, strict=True)))

@@ -44,7 +44,7 @@ def tensors(function: Program, graphed: bool) -> list[torch.Tensor | None]:
         return captured
 
     FP8GlobalStateManager.reset()
-    # TE's reset() keeps flags left by checkpoints without a backward. Checkpoints of this program would take them.
+    # TE's reset() keeps flags left by checkpoints without a backward, which checkpoints of this program would use.
     activation_recompute_forward._is_first_fp8_module = []
     torch.manual_seed(1)
     return [tensor if tensor is None else tensor.detach().clone() for tensor in function(capture)]

@@ -63,7 +63,7 @@ class Program:
     sends: tuple[int, ...] = ()  # the chunks that begin a model chunk and send their input grads
     tracker: bool = False  # dropout draws from an RNG tracker
     fit: bool = False  # every step has the same inputs and targets, and a squared-error loss
-    optimizer: str = ""  # by default, plain updates; "master weights" are updated as in ZeRO
+    optimizer: str = ""  # "" updates the parameters; "master weights" are updated as in ZeRO
     ranks: bool = False  # two processes train and reduce amaxes; some ``hooks`` also reduce gradients
     inside: bool = False  # of each layer with a submodule ``first``, only this submodule is captured
     strided: bool = False  # inputs and output grads are not contiguous
