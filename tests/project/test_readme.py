@@ -180,7 +180,7 @@ def figures_of_cost() -> list[str]:
         f"[{min(slower):.0f} to {max(slower):.0f} times as long](docs/results/cost.md)",
         f"[about {100 * (step[0] - 1):.0f} % slower](docs/results/cost.md) on TE 2.12.0",
         f"{100 * (1 - step[1]):.0f} % faster on TE 2.20.2",
-        f"by size, it takes {100 * (1 - min(by_size)):.0f} % less to {100 * (max(by_size) - 1):.0f} % more time",
+        f"a step takes {100 * (1 - min(by_size)):.0f} % less to {100 * (max(by_size) - 1):.0f} % more time",
         f"needs up to {100 * (first - 1):.0f} % more memory",
     ]
 
