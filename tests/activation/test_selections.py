@@ -41,16 +41,6 @@ def test_a_fix_brings_the_fixes_that_it_requires(version: str) -> None:
         assert found.to_apply.keys() == with_required([fix_id]) & needed(version).keys()
 
 
-def test_no_selection_of_fixes_is_an_error() -> None:
-    """A user may select a fix and disable a fix that it requires. This is no error, not even in strict mode."""
-    for fix_id in CATALOGUE:
-        for required in CATALOGUE[fix_id].requires:
-            found = decision("2.12.0", **{SWITCH: fix_id, DISABLE: required})
-            assert found.cannot_apply == {}
-            if {fix_id, required} <= needed("2.12.0").keys():
-                assert fix_id not in found.to_apply
-
-
 def test_a_disabled_fix_brings_no_other_fix() -> None:
     found = decision("2.12.0", **{SWITCH: "warmup-reset", DISABLE: "warmup-reset"})
     assert found.to_apply == {}

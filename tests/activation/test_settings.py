@@ -25,13 +25,6 @@ def test_all_or_nothing(value: str) -> None:
     assert read({}) == Settings()
 
 
-def test_ids_choose_and_leave_out() -> None:
-    environ = {SWITCH: " warmup-reset,, grouped-linear-skip-flag ", DISABLE: "warmup-reset,"}
-    settings = read(environ)
-    assert settings.only == {"warmup-reset", "grouped-linear-skip-flag"}
-    assert settings.disable == {"warmup-reset"}
-
-
 def test_arguments_take_the_place_of_the_environment() -> None:
     environ = {SWITCH: "off", DISABLE: "warmup-reset", STRICT: "1"}
     chosen = {"only": ["warmup-reset"], "disable": [], "strict": False}

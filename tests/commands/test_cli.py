@@ -148,19 +148,6 @@ def test_a_bug_whose_fix_is_disabled_is_listed(
     assert (err.startswith(said), err.count("\n")) == (is_none, is_none)
 
 
-def test_a_fix_goes_with_what_it_requires(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = altered(tmp_path, "2.12.0", "skip_fp8_weight_update", "another_name", "module/grouped_linear.py")
-    found = json.loads(cli("status", "--json", "--source", tree)[1])["fixes"]
-    unknown = {fix for fix, record in found.items() if record["status"] == "unrecognized"}
-    assert {"grouped-linear-skip-flag", "warmup-reset"} <= unknown
-    assert found["warmup-reset"]["reason"].startswith("requires grouped-linear-skip-flag, which is unrecognized")
-    status, out, err = cli("diff", "--source", tree)
-    assert (status, out) == (1, "")
-    assert "Nothing was written, because these fixes cannot be applied:\n" in err
-    monkeypatch.setenv(DISABLE, ",".join(unknown))
-    assert cli("status", "--source", tree)[0] == cli("diff", "--source", tree)[0] == 0
-
-
 def test_the_package_folder_itself(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source("2.12.0") / "transformer_engine")
     assert cli("status", "--source", ".") == cli("status", "--source", source("2.12.0"))
@@ -177,14 +164,6 @@ def test_output_that_cannot_be_written(command: str) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.wait(), process.stderr.read()) == (141, "")
-
-
-def test_an_invalid_setting_is_an_error_of_commands_that_use_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "of")
-    assert cli("list")[::2] == (0, "")
-    status, out, err = cli("status")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"te-graph-fixes: {SWITCH}: unknown fix of. Did you mean off? ")
 
 
 def test_a_te_that_is_not_as_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

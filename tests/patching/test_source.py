@@ -150,20 +150,3 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
     assert len(definition(f"def run(x):\n    {text}\n").matches(Pattern.of(pattern))) == matches
-
-
-def test_one_says_what_it_looked_for_and_where_it_found_it() -> None:
-    run = definition("\ndef run(x):\n    a = 1\n    a = 2\n")
-    with pytest.raises(UnrecognizedError) as failure:
-        run.one("a = ANY")
-    assert str(failure.value) == "looked for exactly 1 `a = ANY` in run (code.py:2), found 2 (lines 3, 4)"
-    with pytest.raises(UnrecognizedError, match=r"found none$"):
-        run.one("b = ANY")
-
-
-def test_a_match_gives_what_stands_in_the_place_of_a_name() -> None:
-    run = definition("def run(x):\n    if x:\n        a = f(1)\n        b = 2\n        return a[i]\n")
-    (match,) = run.exactly(1, Pattern.of("if ANY_TEST:\n    ANY_A = ANY\n    ...\n    return ANY_A[ANY_INDEX]"))
-    found = {name: run.text(node) for name, node in match.bound.items()}
-    assert found == {"ANY_TEST": "x", "ANY_A": "a", "ANY_INDEX": "i"}
-    assert match.nodes[0] is run.one("if ANY: ...")
