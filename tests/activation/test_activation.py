@@ -7,8 +7,6 @@ for these functions. The tests are therefore fast and need no torch. `test_lifec
 from __future__ import annotations
 
 import itertools
-import platform
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -507,24 +505,6 @@ def test_the_warning_names_the_users_line_and_the_report(own_world: World, first
     assert (done.returncode, done.stderr.count("TEGraphFixesWarning")) == (0, 1), done.stderr
     assert "late.py:3: TEGraphFixesWarning: 1 fix that TransformerEngine" in done.stderr
     assert "  te-graph-fixes issue\n" in done.stderr
-
-
-def test_one_line_says_what_was_applied(world: World) -> None:
-    """By default, only the first rank of a host prints the line, once, even if warnings are ignored."""
-    code = "import te_graph_fixes, transformer_engine.pytorch\nte_graph_fixes.activate()"
-    line = (
-        f"te-graph-fixes: host={platform.node()} rank=8 te=2\\.12\\.0\\+vendor "
-        f"package={re.escape(te_graph_fixes.__version__)} "
-        r"mode=memory applied=2 missing=0 digest=[0-9a-f]{8}\n"
-    )
-    for variables, is_printed in (
-        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0", "PYTHONWARNINGS": "ignore"}, True),
-        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "1"}, False),
-        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "1", "TE_GRAPH_FIXES_VERBOSE": "1"}, True),
-    ):
-        done = python("-c", code, path=world.folder, cwd=world.folder, **variables)
-        assert (done.returncode, done.stdout) == (0, "")
-        assert re.fullmatch(line if is_printed else "", done.stderr), done.stderr
 
 
 def test_the_report_as_plain_data_and_as_a_table(world: World) -> None:

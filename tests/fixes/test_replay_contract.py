@@ -385,10 +385,18 @@ def test_what_is_left_out_is_not_taken_for_looked_at(order: str, step: str, erro
 
 
 BEHIND_ONE_WITHOUT_FP8 = """
+class Calls(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        return self.layer.forward(x)
+
 def step():
     graphs[1](graphs[0](random())).sum().backward()
 
-layers = torch.nn.Linear(32, 32, **BF16), linear()
+layers = torch.nn.Linear(32, 32, **BF16), CALLABLE
 graphs = te.make_graphed_callables(layers, ((random(),), (random(),)), enabled=(False, True), allow_unused_input=True)
 with te.autocast(enabled=True):
     step()
@@ -399,9 +407,11 @@ print(*(f"{warning.filename}: {warning.message}" for warning in given))
 """
 
 
-def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast() -> None:
-    assert run_program(BEHIND_ONE_WITHOUT_FP8).startswith(
-        "<string>: callable 1 (Linear): this FP8 graph is replayed outside te.autocast"
+@pytest.mark.parametrize(("module", "name"), [("linear()", "Linear"), ("Calls()", "Calls")])
+def test_a_graph_in_fp8_behind_one_without_warns_outside_of_an_autocast(module: str, name: str) -> None:
+    """A module may also run its layers by their ``forward``."""
+    assert run_program(BEHIND_ONE_WITHOUT_FP8.replace("CALLABLE", module)).startswith(
+        f"<string>: callable 1 ({name}): this FP8 graph is replayed outside te.autocast"
     )  # the warning names the program's file, not a file of TE
 
 
@@ -630,44 +640,6 @@ with torch.no_grad():
 
 def test_autocast_may_give_other_dtypes() -> None:
     run_program(AUTOCAST)
-
-
-WARNED = """
-layer = linear()
-te.make_graphed_callables(layer, (random(),))
-for action in ("error", "error", "default", "error"):
-    warnings.simplefilter(action)
-    try:
-        layer(torch.randn(32, 32, device="cuda"))
-    except UserWarning as warning:
-        print(str(warning)[-14:])
-"""
-
-
-def test_a_warning_as_an_error_is_raised_by_each_replay() -> None:
-    """Each replay raises the warning as an error, until it has been shown once as a warning."""
-    assert run_program(WARNED).count("\n") == 2
-
-
-BY_FORWARD = """
-class Calls(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x):
-        return self.layer.forward(x)
-
-module, x = Calls(), random()
-te.make_graphed_callables(module, (x,), enabled=True, recipe=Float8CurrentScaling())
-with warnings.catch_warnings(record=True) as caught:
-    module(x)
-print(caught[0].message)
-"""
-
-
-def test_a_module_run_by_forward_is_known_to_compute_in_fp8() -> None:
-    assert "is replayed outside te.autocast" in run_program(BY_FORWARD)
 
 
 COPIED = """

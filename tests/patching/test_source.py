@@ -8,7 +8,7 @@ import pytest
 
 from te_graph_fixes.fix import Fix
 from te_graph_fixes.patching.matching import Pattern
-from te_graph_fixes.patching.source import Definition, ModuleSource, Source, TENotFoundError, UnrecognizedError
+from te_graph_fixes.patching.source import Definition, ModuleSource, Source, UnrecognizedError
 from te_graph_fixes.status import Verdict
 
 CODE = "transformer_engine.pytorch.code"
@@ -64,18 +64,6 @@ def test_the_version_of_a_checkout_is_in_its_version_file(tmp_path: Path) -> Non
 def test_metadata_that_cannot_be_read_has_no_version(tmp_path: Path, content: bytes) -> None:
     next(tree(tmp_path).glob("*.dist-info/METADATA")).write_bytes(content)
     assert Source.at(tmp_path).version is None
-
-
-def test_a_folder_without_te_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(TENotFoundError, match=r"expected .*transformer_engine/__init__.py"):
-        Source.at(tmp_path)
-
-
-def test_the_installed_te_is_the_one_that_import_would_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tree(tmp_path, "9.8.7"))
-    monkeypatch.delitem(__import__("sys").modules, "transformer_engine", raising=False)
-    found = Source.installed()
-    assert (found.location, found.version) == (str(tmp_path / "transformer_engine"), "9.8.7")
 
 
 def test_a_module_that_is_missing(tmp_path: Path) -> None:
