@@ -309,9 +309,3 @@ def test_a_fix_is_a_patch_or_upstreams() -> None:
     assert verdict("x = b\n").verdict == Verdict.UNRECOGNIZED
     both = verdict("x = a\nx = c\n")
     assert (both.verdict, "found both" in both.reason) == (Verdict.UNRECOGNIZED, True)
-
-
-def test_a_missing_feature_is_not_applicable() -> None:
-    fix = Fix("", "", absent=[(hunk(" x = a"), "no feature")])
-    found = fix.assess(source_of(TEXT))
-    assert (found.verdict, found.reason) == (Verdict.NOT_APPLICABLE, "no feature")
