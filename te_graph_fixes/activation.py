@@ -314,7 +314,7 @@ def _baked_statuses(decision: "Decision", manifest: "Manifest", is_loaded: bool)
     from .patching.installation import live_changes
 
     statuses = {fix_id: (fix.status, fix.reason) for fix_id, fix in decision.fixes.items()}
-    live = live_changes(decision.source, manifest.code) if is_loaded else ()
+    live = live_changes(decision.source, manifest.functions) if is_loaded else ()
     for fix_id in decision.reading.in_bake(Status.APPLIED):
         if not is_loaded:
             reason = f"{statuses[fix_id][1]}. TransformerEngine is not imported yet"

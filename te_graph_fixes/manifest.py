@@ -41,7 +41,7 @@ _FORMAT = {
     "te_version": f"{_TEXT}|null",
     "fixes": rf"{{({_TEXT}: {_TEXT}{_COMMA})*}}",
     "files": rf'(?=.*\["){{("{TE}(/\w+)+\.py": \[({_DIGEST}|null), {_DIGEST}\]{_COMMA})+}}',
-    "code": rf'{{({_TEXT}: {{("{TE}(\.\w+)+:[\w.<>]+": {_TEXT}{_COMMA})*}}{_COMMA})*}}',
+    "functions": rf'{{({_TEXT}: \[("{TE}(\.\w+)+:[\w.<>]+"{_COMMA})*\]{_COMMA})*}}',
 }
 """Regular expressions for the JSON of the fields. All files must be in TE, and at least one must predate the bake."""
 
@@ -52,15 +52,15 @@ class Manifest:
 
     ``fixes`` maps each id to a status: ``applied``, ``disabled`` by the user, or the verdict ``not-needed`` or
     ``not-applicable``. ``files`` maps the path of each module to its digests before the bake (None: the bake added the
-    module) and after it. The paths are relative to the folder that contains TE. ``code`` contains the digests of the
-    changed functions, to compare them with the loaded functions (`patching.installation`).
+    module) and after it. The paths are relative to the folder that contains TE. ``functions`` names the functions that
+    each fix changes (`patching.installation.Functions`).
     """
 
     version: str
     te_version: str | None
     fixes: dict[str, str]
     files: dict[str, tuple[str | None, str]]
-    code: dict[str, dict[str, str]]
+    functions: dict[str, list[str]]
 
     @classmethod
     def read(cls, location: Path) -> "Manifest | None":

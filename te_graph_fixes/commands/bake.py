@@ -23,7 +23,7 @@ from pathlib import Path
 from ..decision import Decision
 from ..manifest import NAME, BakeError, Manifest, digest, file_digest
 from ..patching import PACKAGE, TE
-from ..patching.installation import changed_code, patched
+from ..patching.installation import changed_functions, patched
 from ..patching.source import ModuleSource, Source
 from ..status import Status
 from ..version import __version__
@@ -49,8 +49,9 @@ def baked_files(decision: Decision) -> dict[str, tuple[str, str]]:
     digests = {path: (file_digest(root / path), digest(after.encode())) for path, (_, after) in files.items()}
     statuses = {fix_id: str(fix.status) for fix_id, fix in decision.fixes.items()}
     statuses |= dict.fromkeys(decision.to_apply, str(Status.APPLIED))
-    code = changed_code(source, decision.to_apply)
-    return {f"{TE}/{NAME}": ("", Manifest(__version__, source.version, statuses, digests, code).to_json()), **files}
+    functions = changed_functions(source, decision.to_apply)
+    manifest = Manifest(__version__, source.version, statuses, digests, functions)
+    return {f"{TE}/{NAME}": ("", manifest.to_json()), **files}
 
 
 def unified(decision: Decision) -> Iterator[str]:

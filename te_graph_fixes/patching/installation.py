@@ -7,7 +7,6 @@ A function is fixed by replacing the code of TransformerEngine's own function ob
 import ast
 import contextlib
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
@@ -273,53 +272,29 @@ def _attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner).get(name)
 
 
-Code = Mapping[str, Mapping[str, str]]
-"""The digests of the functions that each change edits, by the name of the change and then by ``module:function``."""
+Functions = Mapping[str, Collection[str]]
+"""The functions that each change edits, as ``module:function``, by the name of the change."""
 
 
-def changed_code(source: Source, changes: Changes) -> dict[str, dict[str, str]]:
-    """Return, for each change, the digests of the changed code of the functions that it edits, as in `Code`."""
-    code: dict[str, dict[str, str]] = {owner: {} for owner in changes}
+def changed_functions(source: Source, changes: Changes) -> dict[str, list[str]]:
+    """Return the functions that each change edits or adds, as in `Functions`."""
+    functions: dict[str, list[str]] = {owner: [] for owner in changes}
     for patch in compile_patches(source, changes):
         for owner in patch.owners:
-            code[owner][f"{patch.module}:{patch.qualname}"] = code_digest(patch.after)
-    return code
+            functions[owner].append(f"{patch.module}:{patch.qualname}")
+    return functions
 
 
-def live_changes(source: Source, changes: Code) -> set[str]:
-    """Return the names of the changes whose functions this process runs, or an empty set.
-
-    Digests depend on Python's version. If a digest differs, the module's file is compiled to compare the code itself.
-    """
+def live_changes(source: Source, changes: Functions) -> set[str]:
+    """Return the names of the changes whose functions this process runs as they are in the files, or an empty set."""
 
     @functools.cache
     def in_file(module: str) -> Mapping[str, CodeType]:
         file = source.find(module)
         return functions_of(compiled(module, file.text)) if file else {}
 
-    @functools.cache
-    def is_live(place: str, wanted: str) -> bool:
+    def is_live(place: str) -> bool:
         module, _, name = place.partition(":")
-        function = loaded_function(module, name, ())
-        if type(function) is not FunctionType:
-            return False
-        return code_digest(function.__code__) == wanted or in_file(module).get(name) == function.__code__
+        return name in in_file(module) and runs(module, name, in_file(module)[name])
 
-    return {name for name, code in changes.items() if code and all(is_live(*each) for each in code.items())}
-
-
-def code_digest(code: CodeType) -> str:
-    """Return a digest of a function's code without its file name. The same Python always returns the same digest."""
-    return hashlib.sha256(repr(_content(code)).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [*map(_content, value)]
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))
-    if not isinstance(value, CodeType):
-        return value
-    names = value.co_name, value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
-    counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
-    return [names, counts, value.co_firstlineno, value.co_linetable, value.co_code, _content(value.co_consts)]
+    return {name for name, functions in changes.items() if functions and all(map(is_live, functions))}

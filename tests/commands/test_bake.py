@@ -280,9 +280,10 @@ def install_over(version: str, text: str) -> Callable[[Path], None]:
 HALF = "interrupted or is running, or TransformerEngine was reinstalled: {} of 4 modules are baked"
 ZEROS, ONES = "0" * 64, "1" * 64
 INVALID: tuple[dict[str, Any] | str, ...] = (
-    *("", "null", "[" * 99999, "{}", {"files": {}}, {"files": None}, {"fixes": None}, {"code": []}, {"version": 1}),
-    *({"fixes": {"warmup-reset": {}}}, {"version": "\ud800"}, {"te_version": []}, {"code": {"x": None}}),
-    *({"code": {"x": {place: "1"}}} for place in ("os:system", "transformer_engine.x", "transformer_engine.x:y\n")),
+    *("", "null", "[" * 99999, "{}", {"files": {}}, {"files": None}, {"fixes": None}, {"functions": []}),
+    *({"fixes": {"warmup-reset": {}}}, {"version": "\ud800"}, {"te_version": []}, {"functions": {"x": None}}),
+    {"version": 1},
+    *({"functions": {"x": [place]}} for place in ("os:system", "transformer_engine.x", "transformer_engine.x:y\n")),
     *({"files": {GRAPH: each}} for each in (None, [], ["0", "1"], [None, ZEROS], ["", ZEROS], [ZEROS, None], [1, 2])),
     *({"files": {path: [ZEROS, ONES]}} for path in ("graph.py", "/etc/passwd", "transformer_engine/../x.py", "")),
     *({"files": {path: [ZEROS, ONES]}} for path in ("transformer_engine/\ud800.py", f"{GRAPH}\n")),
