@@ -37,7 +37,7 @@ PATCH = """
 +    graph_callables[i], sample_args[i], sample_kwargs[i], per_callable_kwargs_keys[i], is_training
 +)
 +replays[i].add("forward check", "compare arguments", sample_arguments.check)
-+mark_outputs(replays[i], sample_arguments, per_callable_static_outputs[i], per_callable_static_grad_outputs[i])
++mark_outputs(replays[i], sample_arguments, per_callable_static_grad_outputs[i])
  ANY_GRAPHED = make_graphed_autograd_function(..., fwd_graphs[i], ...)
 
 @@ graph.py _make_graphed_callables.make_graphed_autograd_function

@@ -187,17 +187,13 @@ def refuse_backward(_ctx: Any) -> None:
     )
 
 
-def mark_outputs(replay: Any, arguments: Any, outputs: Sequence[Any], grad_outputs: Sequence[Any] | None) -> None:
+def mark_outputs(replay: Any, arguments: Any, grad_outputs: Sequence[Any]) -> None:
     """Add a step that tells autograd which outputs need no gradient, because they needed none in the capture.
 
-    ``outputs`` and ``grad_outputs`` are the static outputs of the graph and the buffers for their gradients, or None if
-    TE created no buffers. A capture under `torch.no_grad` adds no step, because it does not show which outputs need a
-    gradient.
+    ``grad_outputs`` are the buffers for the gradients of the outputs, or None for an output without a gradient. A
+    capture under `torch.no_grad` adds no step, because it does not show which outputs need a gradient.
     """
-    needs_grad = [getattr(output, "requires_grad", False) for output in outputs]
-    if grad_outputs is not None:
-        needs_grad = [grad is not None for grad in grad_outputs]
-    without = [index for index, needs in enumerate(needs_grad) if not needs]
+    without = [index for index, grad in enumerate(grad_outputs) if grad is None]
 
     def mark(ctx: Any, outputs: Sequence[Any]) -> Sequence[Any]:
         if not arguments.need_more_grads(ctx.call.inputs):
