@@ -8,7 +8,6 @@ ways, there are two matches.
 
 import ast
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
@@ -41,12 +40,6 @@ class Pattern:
         self._lines, self._located, self.reached = text.splitlines(), located, 1
         is_expression = len(body) == 1 and isinstance(body[0], ast.Expr)
         self.nodes: list[Any] = [body[0].value] if is_expression else [*body]  # type: ignore[attr-defined]
-
-    @staticmethod
-    @cache
-    def of(text: str) -> "Pattern":
-        text = textwrap.dedent(text).strip()
-        return Pattern(text, ast.parse(as_python(text)).body)
 
     def __str__(self) -> str:
         return self._lines[0].strip()

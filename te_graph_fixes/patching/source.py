@@ -214,14 +214,6 @@ class Definition:
                 matches[tuple(map(id, (match.nodes[0], match.nodes[-1], *match.bound.values())))] = match
         return sorted(matches.values(), key=lambda match: (match.nodes[0].lineno, match.nodes[0].col_offset))
 
-    def has(self, pattern: str) -> bool:
-        """Return whether the pattern matches at least once."""
-        return bool(self.matches(Pattern.of(pattern)))
-
-    def one(self, pattern: str) -> Any:
-        """Return the first node of the only match. Raise `UnrecognizedError` unless there is exactly one match."""
-        return self.exactly(1, Pattern.of(pattern))[0].nodes[0]
-
     def exactly(self, count: int | None, pattern: Pattern) -> list[Match]:
         """Return all matches. Raise `UnrecognizedError` unless there are ``count`` matches (None: at least one)."""
         pattern.reached = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ import pytest
 import wrapt
 
 from te_graph_fixes.patching.installation import Change, Installation, InstallationError, patched
+from te_graph_fixes.patching.matching import Pattern
 from te_graph_fixes.patching.source import Edit, Source
 
 CODE = "standin.code"
@@ -38,7 +40,8 @@ class StandIn:
     def edit(self, qualname: str, old: str, new: str) -> Change:
         """Return a `Change` that replaces the only match of ``old`` in a function with ``new``, at the same indent."""
         module = self.source.module(CODE)
-        start, end = module.span(module.definition(qualname).one(old))
+        (match,) = module.definition(qualname).exactly(1, Pattern(old, ast.parse(old).body))
+        start, end = module.span(match.nodes[0])
         indent = " " * (start - module.text.rindex("\n", 0, start) - 1)
         return change([Edit(CODE, start, end, new.replace("\n", f"\n{indent}"))])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ def tree(folder: Path, version: str = "2.12.0+5671fd36", name: str = "transforme
 
 def definition(text: str, qualname: str = "run") -> Definition:
     return ModuleSource(CODE, "code.py", text).definition(qualname)
+
+
+def as_pattern(text: str) -> Pattern:
+    return Pattern(text, ast.parse(text).body)
 
 
 def test_a_tree_is_named_by_its_parent_or_itself(tmp_path: Path) -> None:
@@ -137,4 +142,4 @@ def test_what_counts_as_a_definition(text: str, found: str | None) -> None:
     ],
 )
 def test_patterns_match_by_syntax(pattern: str, text: str, matches: int) -> None:
-    assert len(definition(f"def run(x):\n    {text}\n").matches(Pattern.of(pattern))) == matches
+    assert len(definition(f"def run(x):\n    {text}\n").matches(as_pattern(pattern))) == matches
