@@ -56,8 +56,7 @@ class CaptureRecord:
     """A collector of the facts of a capture, from before its warmup on.
 
     ``functions`` are the callables. ``inputs`` and ``replays`` are the sample arguments and replays of each callable
-    and microbatch. References to tensors are weak, and copies are in CPU memory, because a capture must not need more
-    GPU memory than TE's.
+    and microbatch. References to tensors are weak, because a capture must not need more GPU memory than TE's.
     """
 
     def __init__(self, functions: Sequence[torch.nn.Module], inputs: Sequence[Any], replays: Sequence[Any]) -> None:
@@ -65,25 +64,18 @@ class CaptureRecord:
         self._random_states = _random_states()
         held = tensors_in(list(functions))
         self._versions = {id(t): (weakref.ref(t), version(t)) for t in [*held, *tensors_in([*inputs])]}
-        self._buffers = {storage_of(t): weakref.ref(t) for t in held if not isinstance(t, torch.nn.Parameter)}
-        self._returned: dict[int, list[torch.Tensor]] = {}
 
     def note_warmup(self, replay: Any, module: torch.nn.Module, outputs: Any) -> None:
         """Note that a callable ran ``module`` in the warmup, and that ``module`` returned ``outputs``."""
         observed = self.observed[replay]
         observed.ran.add(module)
         observed.note_fp8(module)
-        tensors = tensors_in(outputs)
-        for output in map(_base, tensors):
+        for output in map(_base, tensors_in(outputs)):
             known, _ = self._versions.get(id(output), (None, None))
             if known is None or known() is not output:
                 self._versions[id(output)] = weakref.ref(output), version(output)
         states, self._random_states = self._random_states, _random_states()
         observed.draws |= not all(map(torch.equal, states, self._random_states))
-        for key in {*map(storage_of, tensors)} & self._buffers.keys():
-            values, buffer = self._returned.setdefault(key, []), self._buffers[key]()
-            if buffer is not None and (len(values) < 2 or torch.equal(*values)):
-                values[1:] = [buffer.detach().to("cpu", copy=True)]  # the first value, and a later one
 
     def note_graph(self, kind: str, replay: Any, handle: Any) -> None:
         """Note the position of a graph in the memory pool with this ``handle``.
@@ -103,15 +95,12 @@ class CaptureRecord:
             yield
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor existed before the capture, and no forward has written it since.
+        """Return whether a tensor existed before the capture, and no forward has given it a new version since.
 
-        Batch norm writes its buffers without a new version. The values of a buffer that a module returns are therefore
-        compared too. A buffer that was returned only once counts as written, because nothing is known about it.
+        Batch norm writes its buffers without a new version, in a graph as in an eager run.
         """
         known, version_before = self._versions.get(id(tensor), (None, None))
-        returned = self._returned.get(storage_of(tensor))
-        is_same = known is not None and known() is tensor and version_before == version(tensor)
-        return is_same and (returned is None or (len(returned) == 2 and torch.equal(*returned)))
+        return known is not None and known() is tensor and version_before == version(tensor)
 
 
 class Record:
