@@ -114,7 +114,7 @@ def _flag(value: object, where: str) -> bool | None:
 
 
 def fix_ids(ids: Iterable[str], where: str = "", also: Sequence[str] = ()) -> frozenset[str]:
-    """Return ``ids`` as a set. For an unknown id, raise ValueError with ``where`` and other valid words (``also``)."""
+    """Return ``ids`` as a set. For an unknown id, raise ValueError, which names ``where`` and also lists ``also``."""
     if isinstance(ids, str):
         raise ValueError(f"{where} must be a collection of fix ids, not the string {ids!r}.")
     if wanted := frozenset(ids):

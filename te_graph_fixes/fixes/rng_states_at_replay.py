@@ -6,7 +6,8 @@ Graphs are registered with the generators of a tracker. After ``reset()`` and ``
 tracker has other generators, but the graphs still use the old generators. With the fix, replays refer to the tracker.
 If the tracker has other generators at a replay, their states are copied to the captured generators before the replay,
 and back after it. The tracker cannot reuse generators in place, because ``get_states()`` returns the generators
-themselves to its callers. On TE 2.10 and 2.11, ``set_states()`` also updates the global states, which a capture reads.
+themselves to its callers. On TE 2.10 and 2.11, the fix also makes ``set_states()`` update the global states, which a
+capture reads.
 """
 
 from ..fix import Fix

@@ -23,7 +23,9 @@ def preserve_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         return
     registries = {inner: inner._buffers for module in modules for inner in module.modules()}.values()
     buffers = [(registry, dict(registry)) for registry in registries]
-    values = [(tensor, tensor.clone()) for tensor in tensors_in(modules) if type(tensor) is torch.Tensor]
+    plain = {tensor for tensor in tensors_in(modules) if type(tensor) is torch.Tensor}
+    registered = {buffer for registry in registries for buffer in registry.values() if buffer is not None}
+    values = [(tensor, tensor.clone()) for tensor in plain | registered]
     random_states = random.getstate(), torch.get_rng_state()
     try:
         yield

@@ -37,7 +37,7 @@ class ScaleUpdates:
 @contextlib.contextmanager
 def updates_left_to_replays(replay: Any = None) -> Iterator[None]:
     """Omit the updates of scales in a warmup or in the capture of a backward, and add them to steps of ``replay``."""
-    flag = global_state().skip_fp8_weight_update_tensor  # A recomputation in a backward reads it, as its forward does.
+    flag = global_state().skip_fp8_weight_update_tensor  # A recomputation reads this flag.
     updates = FP8GlobalStateManager.updates_of_capture = ScaleUpdates()
     try:
         yield
@@ -75,7 +75,7 @@ class _Steps:
             self._flag.fill_(ctx.call.skip_update)
 
     def take_update(self, ctx: Any) -> Callable[[], None]:
-        """Prevent TE's update of the backward's scales, because the update of the forward's scales comes first.
+        """Prevent TE's update of the backward's scales, because the forward's scales must be updated first.
 
         Return a function that sets ``ctx.is_first_module`` to whether `update` updates the backward's scales.
         """

@@ -69,7 +69,7 @@ class MemoryPool:
         ends with ``advice``.
         """
         if since >= self.run_began and self.position < end:
-            return  # since then, positions only increased and did not reach the end
+            return  # positions only increased since ``since`` and did not reach the end
         time, position = max((time, position) for position, time in self.times.items() if not first < position < end)
         if time > since:
             raise RuntimeError(

@@ -94,7 +94,7 @@ class CaptureRecord:
         with self.observed[replay].used.recording():
             yield
 
-    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+    def has_same_version(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor existed before the capture, and no forward has given it a new version since.
 
         Batch norm writes its buffers without a new version, in a graph as in an eager run.
@@ -115,7 +115,7 @@ class Record:
     ``written`` are the outputs that each replay of the forward overwrites. ``watched`` are these outputs and all
     tensors that the forward reads besides its inputs. While the versions of all watched tensors are unchanged, equal
     inputs lead to equal outputs. ``watched`` is None if equal inputs may nevertheless lead to other outputs.
-    ``keeps_output`` states for each output whether it is a parameter, a buffer or a constant that no forward writes.
+    ``keeps_output`` states for each output whether it is a parameter, a buffer or a constant of the same version.
     ``outputs`` and ``grads`` are the `ReturnedTensors` of the forward (the ``written`` outputs) and of the backward
     (the gradients of inputs).
     """
@@ -163,10 +163,10 @@ class Record:
         fused = self.tensors.fused
         self.fused = [parameter in fused for parameter in parameters] if fused else []
 
-        unwritten = [*filter(capture.is_unwritten, held)]
-        unwritten_inputs = [*filter(capture.is_unwritten, plain_tensors(static_inputs[:inputs]))]
+        unwritten = [*filter(capture.has_same_version, held)]
+        unwritten_inputs = [*filter(capture.has_same_version, plain_tensors(static_inputs[:inputs]))]
         of_inputs = {*map(storage_of, plain_tensors(static_inputs[:inputs]))}
-        constants = {storage_of(output) for output in outputs if capture.is_unwritten(_base(output))} - of_inputs
+        constants = {storage_of(output) for output in outputs if capture.has_same_version(_base(output))} - of_inputs
         kept = (constants | {*map(storage_of, unwritten)}) - {0}
         self.keeps_output = [isinstance(output, torch.Tensor) and storage_of(output) in kept for output in returned]
         self.written = _written_outputs(outputs, kept, unwritten_inputs)
@@ -257,9 +257,9 @@ def _name(functions: Sequence[Any], number: int, chunks: Iterable[int], microbat
 def _written_outputs(outputs: list[torch.Tensor], kept: set[int], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the outputs whose values a replay overwrites.
 
-    ``kept`` are the storages of parameters, buffers and constants that no forward writes. ``inputs`` are static inputs
-    that no forward writes. An output that is such an input, or a view of it, is excluded too, because TE already gives
-    it a new version when it copies the next input into it.
+    ``kept`` are the storages of parameters, buffers and constants to which no forward gives a new version, and
+    ``inputs`` are such static inputs. An output that is such an input, or a view of it, is excluded too, because TE
+    already gives it a new version when it copies the next input into it.
     """
     storages, inputs = {*map(storage_of, inputs)}, {*map(id, inputs)}
 

@@ -14,15 +14,15 @@ trackers: "weakref.WeakSet[CudaRNGStatesTracker]" = weakref.WeakSet()
 class Generators:
     """The generators of the current RNG tracker at a capture, from which the graphs draw.
 
-    The tracker is None if it was created before the fix was applied. The newest generators of any tracker are then
-    used, as in TE's capture.
+    The tracker is None if its `__init__` ran before the fix was applied, or did not run, as in copies. The newest
+    generators of any tracker are then used, as in TE's capture.
     """
 
     def __init__(self) -> None:
         states = get_all_rng_states() if graph_safe_rng_available() else {}
         tracker = next((tracker for tracker in trackers if tracker.states_ is states), None)
         self._tracker = None if tracker is None else weakref.ref(tracker)
-        self._captured = dict(states if tracker is None else tracker.states_)
+        self._captured = dict(states)
 
     def add_to(self, replay: Any) -> None:
         """Add `lend` to the steps of a callable's replays, if an RNG tracker had generators at the capture."""

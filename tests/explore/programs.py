@@ -283,7 +283,7 @@ RULES: dict[str, Callable[[Program], Any]] = {
         or (
             p.weights == "plain"
             and not (p.fp8_params or p.module_hooks or p.ranks or p.inside or p.tracker or p.hooks or p.delay)
-            and not p.inference  # the explorer sets the forward of the training graph again
+            and not p.inference  # the explorer assigns the training graph's forward again
             and not {*OPERATIONS, *DRAWING, "normed", "dropout", "WithNone", "Signed", "SignsFirst"} & {*p.modules}
         )
     ),

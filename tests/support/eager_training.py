@@ -62,6 +62,7 @@ for name, function in list(vars(extension).items()):
 
 import transformer_engine.pytorch as te  # noqa: E402
 from transformer_engine.common import recipe as recipes  # noqa: E402
+from transformer_engine.pytorch.distributed import CudaRNGStatesTracker  # noqa: E402
 from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
 
@@ -195,6 +196,13 @@ def accessors() -> None:
         FP8GlobalStateManager.reset()
 
 
+def track_random_states() -> None:
+    """Use an RNG tracker, whose methods run outside of steps."""
+    tracker = CudaRNGStatesTracker()
+    tracker.add("states", 1)
+    tracker.set_states(tracker.get_states())
+
+
 def digest(lines: list[str]) -> Any:
     return lines if os.environ.get("FULL_LOG") else [len(lines), hashlib.sha1("\n".join(lines).encode()).hexdigest()]
 
@@ -225,6 +233,7 @@ def main(functions: str, part: str = "1/1") -> None:
         print(json.dumps([program, digest(log), digest(results)]), flush=True)
     sys.setprofile(profile)
     accessors()
+    track_random_states()
     sys.setprofile(None)
     print(json.dumps(sorted(ran)))
 

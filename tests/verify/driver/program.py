@@ -30,7 +30,7 @@ class Program:
     weights: str = "plain"
     frozen: tuple[int, ...] = ()  # the numbers of layers that are not trained
     in_bf16: tuple[int, ...] = ()  # the numbers of layers without FP8
-    not_captured: tuple[int, ...] = ()  # the numbers of layers without a graph
+    not_captured: tuple[int, ...] = ()  # the indices of the layers without a graph
     together: bool = False  # all layers are captured in one call, not in one call for each layer
     order: tuple[float, ...] = ()  # TE's ``_order``; without it, microbatches run one after the other
     microbatches: int = 2  # the number of microbatches in a step without an order
