@@ -363,9 +363,6 @@ FOUND = {
     "an RNG tracker created before the explorer calls gc.freeze()": Program(
         modules=("Dropped",), tracker=True, events=("step", "reseed_tracker", "step")
     ),
-    "a capture after a checkpoint, whose states TE 2.10 and 2.11 do not capture": Program(
-        modules=("Dropped",), tracker=True, events=("step", "save", "load", "recapture", "step")
-    ),
     "a frozen expert in FP8, which eager training leaves without its main_grad": Program(
         modules=("grouped_linear",), recipe="delayed", fused=True, fp8_params=True, events=("step", "freeze", "step")
     ),

@@ -281,7 +281,7 @@ _ALL = (
         events=("step", "reset_fp8", "step", "reset_fp8", "step")),
     _program("calibration", ("calibration-recipe",), True, modules=("Block",), recipe="delayed", calibrating=True),
     _program("other-rng-states", ("rng-states-at-replay",), True, modules=("Dropped",), recipe="delayed", tracker=True,
-        events=("step", "save", "reseed_tracker", "step", "load", "step")),
+        events=("step", "save", "reseed_tracker", "step", "load", "step", "recapture", "step")),
     _programs("misused-arguments", ("replay-arguments",), {
         "named": {"modules": ("Named",), "events": MISUSES},
         "keys": {"modules": ("Structured",), "events": ("misuse_keys", "misuse_key", "step")},
