@@ -10,7 +10,6 @@ It also runs after an error or a signal, and at the start of the next ``bake`` i
 import contextlib
 import difflib
 import fcntl
-import importlib.util
 import io
 import os
 import re
@@ -136,11 +135,8 @@ def source_before(source: Source, manifest: Manifest) -> Source:
     """Return the source that an `undo` would restore, without changing files. Raise `BakeError` as `undo` does."""
     root, modules = Path(source.location).parent, dict[str, ModuleSource | None]()
     for path, before in _digests_before(source, manifest, force=False).items():
-        name = path.removesuffix(".py").replace("/", ".")
-        modules[name] = None
-        if before:
-            text = importlib.util.decode_source(Path(f"{root / path}{ORIGINAL}").read_bytes())
-            modules[name] = ModuleSource(name, str(root / path), text)
+        name, file = path.removesuffix(".py").replace("/", "."), root / path
+        modules[name] = ModuleSource.decoded(name, file, Path(f"{file}{ORIGINAL}").read_bytes()) if before else None
     return Source(source.location, source.version, modules)
 
 

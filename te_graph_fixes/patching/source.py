@@ -101,9 +101,7 @@ class Source:
 
     def _read(self, name: str) -> "ModuleSource | None":
         path = Path(self.location, *name.split(".")[1:]).with_suffix(".py")
-        if not path.is_file():
-            return None
-        return ModuleSource(name, str(path), importlib.util.decode_source(path.read_bytes()))
+        return ModuleSource.decoded(name, path, path.read_bytes()) if path.is_file() else None
 
 
 def _version(folder: str) -> str | None:
@@ -125,6 +123,11 @@ class ModuleSource:
     path: str
     text: str
     _found: "dict[str, Definition]" = field(default_factory=dict, init=False, compare=False)
+
+    @classmethod
+    def decoded(cls, name: str, path: Path, data: bytes) -> "ModuleSource":
+        """Return the module whose file at ``path`` contains ``data``, or would contain it."""
+        return cls(name, str(path), importlib.util.decode_source(data))
 
     @cached_property
     def tree(self) -> ast.Module:
