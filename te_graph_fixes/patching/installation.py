@@ -293,8 +293,10 @@ def live_changes(source: Source, changes: Functions) -> set[str]:
         file = source.find(module)
         return functions_of(compiled(module, file.text)) if file else {}
 
+    @functools.cache
     def is_live(place: str) -> bool:
         module, _, name = place.partition(":")
-        return name in in_file(module) and runs(module, name, in_file(module)[name])
+        code = in_file(module).get(name)
+        return code is not None and runs(module, name, code)
 
     return {name for name, functions in changes.items() if functions and all(map(is_live, functions))}
