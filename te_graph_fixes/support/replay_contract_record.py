@@ -115,7 +115,8 @@ class Record:
     ``written`` are the outputs that each replay of the forward overwrites. ``watched`` are these outputs and all
     tensors that the forward reads besides its inputs. While the versions of all watched tensors are unchanged, equal
     inputs lead to equal outputs. ``watched`` is None if equal inputs may nevertheless lead to other outputs.
-    ``keeps_output`` states for each output whether it is a parameter, a buffer or a constant of the same version.
+    ``keeps_output`` states for each output whether it is a parameter, a buffer or a constant to which no forward gives
+    a new version.
     ``outputs`` and ``grads`` are the `ReturnedTensors` of the forward (the ``written`` outputs) and of the backward
     (the gradients of inputs).
     """
@@ -163,14 +164,14 @@ class Record:
         fused = self.tensors.fused
         self.fused = [parameter in fused for parameter in parameters] if fused else []
 
-        unwritten = [*filter(capture.has_same_version, held)]
-        unwritten_inputs = [*filter(capture.has_same_version, plain_tensors(static_inputs[:inputs]))]
-        of_inputs = {*map(storage_of, plain_tensors(static_inputs[:inputs]))}
-        constants = {storage_of(output) for output in outputs if capture.has_same_version(_base(output))} - of_inputs
-        kept = (constants | {*map(storage_of, unwritten)}) - {0}
+        given = plain_tensors(static_inputs[:inputs])
+        same_held = [*filter(capture.has_same_version, held)]
+        same_given = [*filter(capture.has_same_version, given)]
+        constants = {storage_of(output) for output in outputs if capture.has_same_version(_base(output))}
+        kept = (constants - {*map(storage_of, given)} | {*map(storage_of, same_held)}) - {0}
         self.keeps_output = [isinstance(output, torch.Tensor) and storage_of(output) in kept for output in returned]
-        self.written = _written_outputs(outputs, kept, unwritten_inputs)
-        is_repeatable = observed.repeats() and len(unwritten) == len(held) and not any(map(_is_inference, self.written))
+        self.written = _written_outputs(outputs, kept, same_given)
+        is_repeatable = observed.repeats() and len(same_held) == len(held) and not any(map(_is_inference, self.written))
         self.watched = [*held, *self.written] if is_repeatable else None
         self.outputs, self.grads = ReturnedTensors(self.written), ReturnedTensors(grads[:inputs])
 
