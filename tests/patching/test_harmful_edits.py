@@ -25,9 +25,8 @@ LAYOUTS = ("2.12.0", NEWEST)
 
 
 def with_texts(tree: Source, texts: dict[str, str]) -> Source:
-    result = Source(tree.location, tree.version)
-    result._modules.update(tree._modules | {name: ModuleSource(name, name, text) for name, text in texts.items()})
-    return result
+    modules = {name: ModuleSource(name, name, text) for name, text in texts.items()}
+    return Source(tree.location, tree.version, tree._modules | modules)
 
 
 def require_not_negative(fix_id: str, tree: Source, where: str = "") -> None:

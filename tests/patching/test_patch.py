@@ -24,9 +24,7 @@ CODE = f"{PACKAGE}.code"
 
 def source_of(text: str, version: str | None = None) -> Source:
     """Return the source of a TE that consists of one module with this ``text``."""
-    source = Source("nowhere", version)
-    source._modules[CODE] = ModuleSource(CODE, "code.py", text)
-    return source
+    return Source("nowhere", version, {CODE: ModuleSource(CODE, "code.py", text)})
 
 
 def function(body: str) -> str:
